@@ -1,0 +1,44 @@
+# The targets a newcomer, a developer and CI all use. PYTHON may name another interpreter (3.11 or 3.12).
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+
+.PHONY: help train test lint test-gpu bench clean
+
+help:
+	@echo "make train     set up .venv, then train the default model on the default corpus (ARGS=... adds flags)"
+	@echo "make test      set up .venv with the test tools, then run the CPU test suite"
+	@echo "make lint      ruff (lint, format) and the type checker"
+	@echo "make test-gpu  the tests that need a CUDA device"
+	@echo "make bench     bench/compare.py: eager, torch.compile and xtrain.compile in one run"
+
+$(VENV)/.installed: requirements.lock pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -r requirements.lock
+	$(BIN)/python -m pip install --quiet --no-deps -e .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.lock
+	$(BIN)/python -m pip install --quiet -r requirements-dev.lock
+	@touch $@
+
+train: $(VENV)/.installed
+	$(BIN)/python -m xtrain.train --compile --dropout 0.1 $(ARGS)
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -n 2 -m "not gpu" $(ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test-gpu:
+	$(PYTHON) -m pytest -m gpu $(ARGS)
+
+bench: $(VENV)/.installed
+	$(BIN)/python bench/compare.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
