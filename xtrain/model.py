@@ -1,0 +1,449 @@
+"""The whole transformer in plain PyTorch: a Llama-style decoder that knows no op of ours.
+
+Token embedding; n_layers x (RMSNorm, causal attention with RoPE, residual; RMSNorm, SwiGLU,
+residual); RMSNorm; head; cross-entropy. Linear weights are [in, out] and used as `x @ W`.
+
+Letters: B batch, T sequence, D model dim, N query heads, M KV heads, H head dim, F ffn dim, V vocab.
+
+The model draws no random number after initialisation, never reads `self.training` and never reads
+`config.dropout`: xtrain.compile puts dropout on the two residual branches of each block.
+Nothing in `Block` differs from layer to layer, so one compiled block serves all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from operator import index
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+IGNORE_INDEX = -100  # a target that does not count, as in torch and transformers
+INIT_STD = 0.02
+# Positions enter the angles as fp32, which holds every integer up to here.
+MAX_POSITIONS = 1 << 24
+
+# Typed Any so that the fields below stay plain ints for every reader.
+_DERIVED: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Shape of a Transformer. Fields are checked; a wrong one raises a ValueError naming it.
+
+    vocab_size: rows of the embedding, V.
+    dim: width of the residual stream, D.
+    n_layers: number of blocks.
+    n_heads: query heads, N.
+    ffn_hidden: width of the SwiGLU layer, F.
+    n_kv_heads: key and value heads, M, a divisor of n_heads; None = n_heads.
+    head_dim: H, even; None = dim // n_heads. n_heads * head_dim need not equal dim.
+    max_seq_len: the longest sequence that forward takes, T.
+    rope_base: base of the rotary frequencies.
+    norm_eps: added to the mean square in RMSNorm.
+    tie_embeddings: the head uses the embedding's tensor.
+    recompute: activations to compute again in backward: "none", "full", or the first N layers.
+    dropout: residual dropout for xtrain.compile(dropout=None); the model itself never reads it.
+    """
+
+    vocab_size: int
+    dim: int
+    n_layers: int
+    n_heads: int
+    ffn_hidden: int
+    n_kv_heads: int = _DERIVED
+    head_dim: int = _DERIVED
+    max_seq_len: int = 1024
+    rope_base: float = 10000.0
+    norm_eps: float = 1e-6
+    tie_embeddings: bool = False
+    recompute: str | int = "none"
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "dim", "n_layers", "n_heads", "ffn_hidden", "max_seq_len"):
+            self._set(name, _positive_int(name, getattr(self, name)))
+        self._resolve_heads()
+        if self.max_seq_len > MAX_POSITIONS:
+            raise ValueError(
+                f"max_seq_len must be at most {MAX_POSITIONS}, where fp32 stops holding every "
+                f"position, got {self.max_seq_len}"
+            )
+        for name in ("rope_base", "norm_eps"):
+            value = _real(name, getattr(self, name))
+            if not 0.0 < value < math.inf:
+                raise ValueError(f"{name} must be positive and finite, got {value}")
+            self._set(name, value)
+        self._set("dropout", _real("dropout", self.dropout))
+        if not 0.0 <= self.dropout <= 1.0:
+            raise ValueError(f"dropout must be in [0, 1], got {self.dropout}")
+        if not isinstance(self.tie_embeddings, bool):
+            raise ValueError(f"tie_embeddings must be True or False, got {self.tie_embeddings!r}")
+        self._check_recompute()
+
+    def _resolve_heads(self) -> None:
+        if self.n_kv_heads is None:
+            self._set("n_kv_heads", self.n_heads)
+        self._set("n_kv_heads", _positive_int("n_kv_heads", self.n_kv_heads))
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(
+                f"n_kv_heads must divide n_heads, got n_kv_heads {self.n_kv_heads} and "
+                f"n_heads {self.n_heads}"
+            )
+        if self.head_dim is None:
+            if self.dim % self.n_heads:
+                raise ValueError(
+                    f"dim must be a multiple of n_heads unless head_dim is given, got dim "
+                    f"{self.dim} and n_heads {self.n_heads}"
+                )
+            self._set("head_dim", self.dim // self.n_heads)
+        self._set("head_dim", _positive_int("head_dim", self.head_dim))
+        if self.head_dim % 2:
+            raise ValueError(
+                f"head_dim must be even (RoPE turns pairs), got {self.head_dim}; "
+                f"set head_dim or change dim {self.dim} / n_heads {self.n_heads}"
+            )
+
+    def _check_recompute(self) -> None:
+        value = self.recompute
+        if isinstance(value, str):
+            if value not in ("none", "full"):
+                raise ValueError(
+                    f'recompute must be "none", "full" or a number of layers, got {value!r}'
+                )
+            return
+        number = _positive_int("recompute", value)
+        if number > self.n_layers:
+            raise ValueError(
+                f"recompute must be at most n_layers = {self.n_layers}, got {number}; "
+                'use "full" for all layers'
+            )
+        self._set("recompute", number)
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)  # frozen: only __post_init__ may do this
+
+    @classmethod
+    def preset(cls, name: str, **overrides: Any) -> Config:
+        """Return a named configuration with some fields replaced.
+
+        Args:     name: one of PRESETS.
+                  overrides: Config fields; n_kv_heads and head_dim follow an overridden n_heads
+                  or dim unless the preset or the caller names them.
+        Raises:   ValueError for an unknown preset (the known ones are listed) or field.
+        """
+        if name not in PRESETS:
+            raise ValueError(f"unknown preset {name!r}; known: {', '.join(PRESETS)}")
+        return cls.from_dict({**PRESETS[name], **overrides})
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Config:
+        """Return what `to_dict` wrote; ValueError names an unknown or missing field."""
+        known = [field.name for field in fields(cls)]
+        unknown = [key for key in values if key not in known]
+        if unknown:
+            raise ValueError(f"unknown Config field {unknown[0]!r}; known: {', '.join(known)}")
+        missing = [key for key in known[:5] if key not in values]  # the fields without a default
+        if missing:
+            raise ValueError(f"Config field {missing[0]!r} is missing")
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields as plain Python values, ready for JSON or TOML."""
+        return asdict(self)
+
+    @property
+    def num_recomputed_layers(self) -> int:
+        """Number of layers whose activations are computed again in backward."""
+        if isinstance(self.recompute, int):
+            return self.recompute
+        return self.n_layers if self.recompute == "full" else 0
+
+    def num_parameters(self, *, embedding: bool = True) -> int:
+        """Return how many numbers the model holds, a tied embedding counted once.
+
+        embedding=False leaves out an untied input embedding: what is left enters a matrix product
+        (or a norm) for every token, the N of the 6 N FLOPs per token.
+        """
+        attention = 2 * self.dim * self.head_dim * (self.n_heads + self.n_kv_heads)
+        feed_forward = 3 * self.dim * self.ffn_hidden
+        blocks = self.n_layers * (attention + feed_forward + 2 * self.dim)
+        table = self.vocab_size * self.dim
+        untied = 0 if self.tie_embeddings or not embedding else table
+        return blocks + self.dim + table + untied
+
+
+# vocab_size is that of the tokenizer usually met at each size; the trainer overrides it.
+PRESETS: dict[str, dict[str, Any]] = {
+    # For tests: 21 tensors, 21,664 numbers.
+    "tiny": dict(vocab_size=16, dim=32, n_layers=2, n_heads=2, head_dim=16, ffn_hidden=64),
+    # The CPU default, 3.3 M numbers: bytes as tokens, so that the head is 2% of the work, and as
+    # deep as keeps a step of 2048 tokens (47 GFLOP) below half a second on two cores.
+    "small": dict(vocab_size=256, dim=256, n_layers=4, n_heads=4, ffn_hidden=704, max_seq_len=256),
+    # GPT-2's two smaller shapes; ffn_hidden = 8/3 dim gives SwiGLU the size of its 4 dim MLP.
+    "124m": dict(
+        vocab_size=50304, dim=768, n_layers=12, n_heads=12, ffn_hidden=2048, tie_embeddings=True
+    ),
+    "350m": dict(
+        vocab_size=50304, dim=1024, n_layers=24, n_heads=16, ffn_hidden=2688, tie_embeddings=True
+    ),
+    # TinyLlama-1.1B's shape.
+    "1b": dict(
+        vocab_size=32000,
+        dim=2048,
+        n_layers=22,
+        n_heads=32,
+        n_kv_heads=4,
+        ffn_hidden=5632,
+        max_seq_len=2048,
+        norm_eps=1e-5,
+    ),
+    # Llama-3-8B's shape.
+    "8b": dict(
+        vocab_size=128256,
+        dim=4096,
+        n_layers=32,
+        n_heads=32,
+        n_kv_heads=8,
+        ffn_hidden=14336,
+        max_seq_len=8192,
+        rope_base=500000.0,
+        norm_eps=1e-5,
+    ),
+}
+
+
+def rope_tables(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
+    """Return cos and sin of position * base^(-2 i / head_dim) for i = 0 .. head_dim / 2 - 1.
+
+    Shapes:   positions (...), any integer or float dtype; results [..., head_dim / 2].
+    Numerics: fp32 whatever the default dtype or autocast: bf16 cannot tell position 256 from 257.
+              Elementwise ops on explicit fp32 tensors only, which autocast never touches.
+    Source:   Su et al. 2021 (RoFormer).
+    """
+    pair = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device)
+    frequencies = 1.0 / base ** (pair / head_dim)
+    angles = positions.to(torch.float32).unsqueeze(-1) * frequencies
+    return angles.cos(), angles.sin()
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (x[i], x[i + H/2]) by its angle: the rotate-half layout.
+
+    Shapes:   x [B, N, T, H]; cos, sin [T, H/2], fp32; result like x.
+    Numerics: computed in fp32 (fp64 for fp64), as the tables promote it, and rounded once.
+    """
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return turned.to(x.dtype)
+
+
+def split_heads(x: Tensor, head_dim: int) -> Tensor:
+    """[B, T, N * H] -> [B, N, T, H], a view."""
+    return x.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """[B, N, T, H] -> [B, T, N * H]."""
+    return x.transpose(1, 2).flatten(-2)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy over the targets that are not IGNORE_INDEX; 0 when there are none.
+
+    Shapes:   logits [..., V]; targets [...], int64, already shifted; result ().
+    Numerics: fp32 (fp64 for fp64) whatever the autocast. With no target that counts the loss is
+              exactly 0 and so is every gradient, where reduction="mean" would give NaN.
+    """
+    logits = logits.flatten(0, -2).to(_compute_dtype(logits))
+    total = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+    return total / (targets != IGNORE_INDEX).sum().clamp(min=1)
+
+
+class Linear(nn.Module):
+    """x @ W with W [in, out] and no bias."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(in_features, out_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        return x @ self.weight
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight, in Llama's order: normalise in fp32, cast, multiply."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., D]."""
+        c = x.to(_compute_dtype(x))
+        normalised = c * torch.rsqrt(c.pow(2).mean(-1, keepdim=True) + self.eps)
+        return normalised.to(x.dtype) * self.weight
+
+
+class Attention(nn.Module):
+    """Causal self-attention with RoPE; query head n reads KV head n // (N / M)."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.grouped = config.n_kv_heads != config.n_heads
+        query_dim = config.n_heads * config.head_dim
+        kv_dim = config.n_kv_heads * config.head_dim
+        self.query = Linear(config.dim, query_dim)
+        self.key = Linear(config.dim, kv_dim)
+        self.value = Linear(config.dim, kv_dim)
+        self.output = Linear(query_dim, config.dim)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, D]; cos, sin [T, H/2]."""
+        q = apply_rope(split_heads(self.query(x), self.head_dim), cos, sin)  # [B, N, T, H]
+        k = apply_rope(split_heads(self.key(x), self.head_dim), cos, sin)  # [B, M, T, H]
+        v = split_heads(self.value(x), self.head_dim)  # [B, M, T, H]
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
+        return self.output(merge_heads(y))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: (silu(x @ gate) * (x @ up)) @ down."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.gate = Linear(config.dim, config.ffn_hidden)
+        self.up = Linear(config.dim, config.ffn_hidden)
+        self.down = Linear(config.ffn_hidden, config.dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, D]."""
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """One layer: two pre-norm residual branches, the sites of dropout."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
+        self.attention = Attention(config)
+        self.feed_forward_norm = RMSNorm(config.dim, config.norm_eps)
+        self.feed_forward = FeedForward(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, D]; cos, sin [T, H/2]."""
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        x = x + self.feed_forward(self.feed_forward_norm(x))
+        return x
+
+
+class Transformer(nn.Module):
+    """A decoder-only language model.
+
+    Build it under torch.device("meta") for a model without storage; after `to_empty`, or to start
+    anew, `reset_parameters` initialises every parameter.
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        # from_pretrained only spares nn.Embedding's own initialisation, which would be overwritten.
+        table = torch.empty(config.vocab_size, config.dim)
+        self.embedding = nn.Embedding.from_pretrained(table, freeze=False)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.head = None if config.tie_embeddings else Linear(config.dim, config.vocab_size)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw matrices and embedding from normal(0, 0.02), in parameter order; norms become 1."""
+        for parameter in self.parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(0.0, INIT_STD)
+
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, *, return_logits: bool = True
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return (logits, loss); each None when it was not asked for.
+
+        Shapes:   tokens [B, T], int; targets [B, T], int64, already shifted (targets[b, t] is the
+                  token after tokens[b, t]); logits [B, T, V]; loss (), fp32.
+        Args:     targets: -100 does not count; the loss is the mean over the others, 0 when none.
+                  return_logits: False gives None for them, so that they need not outlive the loss.
+        Raises:   ValueError for a sequence longer than max_seq_len or shapes that do not fit.
+        """
+        self._check_inputs(tokens, targets, return_logits)
+        hidden = self._hidden(tokens)
+        weight = self.embedding.weight.t() if self.head is None else self.head.weight
+        logits = hidden @ weight
+        loss = None if targets is None else cross_entropy(logits, targets)
+        return (logits if return_logits else None), loss
+
+    def _hidden(self, tokens: Tensor) -> Tensor:
+        """[B, T] -> [B, T, D], what the head reads."""
+        # Computed in each forward: a buffer would be rounded by model.to(bfloat16) and left
+        # empty by to_empty(). One table serves all layers.
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        cos, sin = rope_tables(positions, self.config.head_dim, self.config.rope_base)
+        # Without gradients there is no backward to recompute for.
+        num_recomputed = self.config.num_recomputed_layers if torch.is_grad_enabled() else 0
+        x = self.embedding(tokens)
+        for layer, block in enumerate(self.blocks):
+            if layer < num_recomputed:
+                # The model draws nothing, so there is no random state to keep.
+                x = checkpoint(block, x, cos, sin, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = block(x, cos, sin)
+        return self.norm(x)
+
+    def _check_inputs(self, tokens: Tensor, targets: Tensor | None, return_logits: bool) -> None:
+        if tokens.dim() != 2:
+            raise ValueError(f"tokens must be [batch, sequence], got {tuple(tokens.shape)}")
+        if tokens.shape[1] > self.config.max_seq_len:
+            raise ValueError(
+                f"sequence of {tokens.shape[1]} tokens is longer than max_seq_len = "
+                f"{self.config.max_seq_len}; cut the input or raise max_seq_len"
+            )
+        if targets is None:
+            if not return_logits:
+                raise ValueError("return_logits=False without targets leaves nothing to return")
+        elif targets.shape != tokens.shape:
+            raise ValueError(
+                f"targets must have the shape of tokens, {tuple(tokens.shape)}, "
+                f"got {tuple(targets.shape)}"
+            )
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of arithmetic on x: fp64 for fp64, else fp32."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _positive_int(name: str, value: object) -> int:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise ValueError(f"{name} must be a positive int, got {value!r}") from None
+    if number < 1:
+        raise ValueError(f"{name} must be a positive int, got {number}")
+    return number
+
+
+def _real(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{name} must be a number, got {value!r}")
+    return float(value)
