@@ -3,7 +3,8 @@
 Token embedding; n_layers x (RMSNorm, causal attention with RoPE, residual; RMSNorm, SwiGLU,
 residual); RMSNorm; head; cross-entropy. Linear weights are [in, out] and used as `x @ W`.
 
-Letters: B batch, T sequence, D model dim, N query heads, M KV heads, H head dim, F ffn dim, V vocab.
+Letters: B batch, T sequence, D model dim, N query heads, M KV heads, H head dim, F ffn dim,
+V vocabulary.
 
 The model draws no random number after initialisation, never reads `self.training` and never reads
 `config.dropout`: xtrain.compile puts dropout on the two residual branches of each block.
@@ -68,65 +69,48 @@ class Config:
     def __post_init__(self) -> None:
         for name in ("vocab_size", "dim", "n_layers", "n_heads", "ffn_hidden", "max_seq_len"):
             self._set(name, _positive_int(name, getattr(self, name)))
-        self._resolve_heads()
-        if self.max_seq_len > MAX_POSITIONS:
-            raise ValueError(
-                f"max_seq_len must be at most {MAX_POSITIONS}, where fp32 stops holding every "
-                f"position, got {self.max_seq_len}"
-            )
-        for name in ("rope_base", "norm_eps"):
-            value = _real(name, getattr(self, name))
-            if not 0.0 < value < math.inf:
-                raise ValueError(f"{name} must be positive and finite, got {value}")
-            self._set(name, value)
-        self._set("dropout", _real("dropout", self.dropout))
-        if not 0.0 <= self.dropout <= 1.0:
-            raise ValueError(f"dropout must be in [0, 1], got {self.dropout}")
-        if not isinstance(self.tie_embeddings, bool):
-            raise ValueError(f"tie_embeddings must be True or False, got {self.tie_embeddings!r}")
-        self._check_recompute()
+        self._set_heads()
+        for name in ("rope_base", "norm_eps", "dropout"):
+            self._set(name, _finite(name, getattr(self, name)))
+        _require(self.rope_base > 0, f"rope_base must be above 0, got {self.rope_base}")
+        _require(self.norm_eps > 0, f"norm_eps must be above 0, got {self.norm_eps}")
+        _require(0 <= self.dropout <= 1, f"dropout must be in [0, 1], got {self.dropout}")
+        _require(
+            self.max_seq_len <= MAX_POSITIONS,
+            f"max_seq_len must be at most {MAX_POSITIONS}, got {self.max_seq_len}: "
+            "fp32 does not hold every position beyond",
+        )
+        _require(
+            isinstance(self.tie_embeddings, bool),
+            f"tie_embeddings must be True or False, got {self.tie_embeddings!r}",
+        )
+        if self.recompute not in ("none", "full"):
+            hint = f'recompute must be "none", "full" or 1..n_layers = {self.n_layers}'
+            _require(not isinstance(self.recompute, str), f"{hint}, got {self.recompute!r}")
+            self._set("recompute", _positive_int("recompute", self.recompute))
+            _require(self.num_recomputed_layers <= self.n_layers, f"{hint}, got {self.recompute}")
 
-    def _resolve_heads(self) -> None:
-        if self.n_kv_heads is None:
-            self._set("n_kv_heads", self.n_heads)
-        self._set("n_kv_heads", _positive_int("n_kv_heads", self.n_kv_heads))
-        if self.n_heads % self.n_kv_heads:
-            raise ValueError(
-                f"n_kv_heads must divide n_heads, got n_kv_heads {self.n_kv_heads} and "
-                f"n_heads {self.n_heads}"
-            )
+    def _set_heads(self) -> None:
+        n_kv_heads = self.n_heads if self.n_kv_heads is None else self.n_kv_heads
+        self._set("n_kv_heads", _positive_int("n_kv_heads", n_kv_heads))
+        _require(
+            self.n_heads % self.n_kv_heads == 0,
+            f"n_kv_heads must divide n_heads = {self.n_heads}, got {self.n_kv_heads}",
+        )
         if self.head_dim is None:
-            if self.dim % self.n_heads:
-                raise ValueError(
-                    f"dim must be a multiple of n_heads unless head_dim is given, got dim "
-                    f"{self.dim} and n_heads {self.n_heads}"
-                )
+            _require(
+                self.dim % self.n_heads == 0,
+                f"dim must be a multiple of n_heads = {self.n_heads}, got {self.dim}; "
+                "or give head_dim",
+            )
             self._set("head_dim", self.dim // self.n_heads)
         self._set("head_dim", _positive_int("head_dim", self.head_dim))
-        if self.head_dim % 2:
-            raise ValueError(
-                f"head_dim must be even (RoPE turns pairs), got {self.head_dim}; "
-                f"set head_dim or change dim {self.dim} / n_heads {self.n_heads}"
-            )
-
-    def _check_recompute(self) -> None:
-        value = self.recompute
-        if isinstance(value, str):
-            if value not in ("none", "full"):
-                raise ValueError(
-                    f'recompute must be "none", "full" or a number of layers, got {value!r}'
-                )
-            return
-        number = _positive_int("recompute", value)
-        if number > self.n_layers:
-            raise ValueError(
-                f"recompute must be at most n_layers = {self.n_layers}, got {number}; "
-                'use "full" for all layers'
-            )
-        self._set("recompute", number)
+        _require(
+            self.head_dim % 2 == 0, f"head_dim must be even: RoPE turns pairs, got {self.head_dim}"
+        )
 
     def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)  # frozen: only __post_init__ may do this
+        object.__setattr__(self, name, value)  # frozen for everyone but __post_init__
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> Config:
@@ -144,14 +128,11 @@ class Config:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Config:
         """Return what `to_dict` wrote; ValueError names an unknown or missing field."""
-        known = [field.name for field in fields(cls)]
-        unknown = [key for key in values if key not in known]
-        if unknown:
-            raise ValueError(f"unknown Config field {unknown[0]!r}; known: {', '.join(known)}")
-        missing = [key for key in known[:5] if key not in values]  # the fields without a default
-        if missing:
-            raise ValueError(f"Config field {missing[0]!r} is missing")
-        return cls(**values)
+        try:
+            return cls(**values)
+        except TypeError as error:  # Python's own message names the field
+            known = ", ".join(field.name for field in fields(cls))
+            raise ValueError(f"{error}; Config's fields: {known}") from None
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as plain Python values, ready for JSON or TOML."""
@@ -178,42 +159,28 @@ class Config:
         return blocks + self.dim + table + untied
 
 
+def _shape(
+    vocab_size: int, dim: int, n_layers: int, n_heads: int, ffn_hidden: int, **others: Any
+) -> dict[str, Any]:
+    required = dict(vocab_size=vocab_size, dim=dim, n_layers=n_layers, n_heads=n_heads)
+    return {**required, "ffn_hidden": ffn_hidden, **others}
+
+
+# vocab_size, dim, n_layers, n_heads, ffn_hidden; then what differs from Config's defaults.
 # vocab_size is that of the tokenizer usually met at each size; the trainer overrides it.
 PRESETS: dict[str, dict[str, Any]] = {
     # For tests: 21 tensors, 21,664 numbers.
-    "tiny": dict(vocab_size=16, dim=32, n_layers=2, n_heads=2, head_dim=16, ffn_hidden=64),
+    "tiny": _shape(16, 32, 2, 2, 64),
     # The CPU default, 3.3 M numbers: bytes as tokens, so that the head is 2% of the work, and as
     # deep as keeps a step of 2048 tokens (47 GFLOP) below half a second on two cores.
-    "small": dict(vocab_size=256, dim=256, n_layers=4, n_heads=4, ffn_hidden=704, max_seq_len=256),
+    "small": _shape(256, 256, 4, 4, 704, max_seq_len=256),
     # GPT-2's two smaller shapes; ffn_hidden = 8/3 dim gives SwiGLU the size of its 4 dim MLP.
-    "124m": dict(
-        vocab_size=50304, dim=768, n_layers=12, n_heads=12, ffn_hidden=2048, tie_embeddings=True
-    ),
-    "350m": dict(
-        vocab_size=50304, dim=1024, n_layers=24, n_heads=16, ffn_hidden=2688, tie_embeddings=True
-    ),
-    # TinyLlama-1.1B's shape.
-    "1b": dict(
-        vocab_size=32000,
-        dim=2048,
-        n_layers=22,
-        n_heads=32,
-        n_kv_heads=4,
-        ffn_hidden=5632,
-        max_seq_len=2048,
-        norm_eps=1e-5,
-    ),
-    # Llama-3-8B's shape.
-    "8b": dict(
-        vocab_size=128256,
-        dim=4096,
-        n_layers=32,
-        n_heads=32,
-        n_kv_heads=8,
-        ffn_hidden=14336,
-        max_seq_len=8192,
-        rope_base=500000.0,
-        norm_eps=1e-5,
+    "124m": _shape(50304, 768, 12, 12, 2048, tie_embeddings=True),
+    "350m": _shape(50304, 1024, 24, 16, 2688, tie_embeddings=True),
+    # The shapes of TinyLlama-1.1B and Llama-3-8B.
+    "1b": _shape(32000, 2048, 22, 32, 5632, n_kv_heads=4, max_seq_len=2048, norm_eps=1e-5),
+    "8b": _shape(
+        *(128256, 4096, 32, 32, 14336), n_kv_heads=8, max_seq_len=8192, rope_base=5e5, norm_eps=1e-5
     ),
 }
 
@@ -416,10 +383,9 @@ class Transformer(nn.Module):
                 f"sequence of {tokens.shape[1]} tokens is longer than max_seq_len = "
                 f"{self.config.max_seq_len}; cut the input or raise max_seq_len"
             )
-        if targets is None:
-            if not return_logits:
-                raise ValueError("return_logits=False without targets leaves nothing to return")
-        elif targets.shape != tokens.shape:
+        if targets is None and not return_logits:
+            raise ValueError("return_logits=False without targets leaves nothing to return")
+        if targets is not None and targets.shape != tokens.shape:
             raise ValueError(
                 f"targets must have the shape of tokens, {tuple(tokens.shape)}, "
                 f"got {tuple(targets.shape)}"
@@ -431,19 +397,19 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _positive_int(name: str, value: object) -> int:
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        number = index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise ValueError(f"{name} must be a positive int, got {value!r}") from None
-    if number < 1:
-        raise ValueError(f"{name} must be a positive int, got {number}")
-    return number
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
 
 
-def _real(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{name} must be a number, got {value!r}")
+def _positive_int(name: str, value: Any) -> int:
+    # bool is an int to Python; index() takes NumPy's ints and no float.
+    is_int = hasattr(value, "__index__") and not isinstance(value, bool)
+    _require(is_int and index(value) > 0, f"{name} must be a positive int, got {value!r}")
+    return index(value)
+
+
+def _finite(name: str, value: Any) -> float:
+    is_real = isinstance(value, int | float) and not isinstance(value, bool)
+    _require(is_real and math.isfinite(value), f"{name} must be a finite number, got {value!r}")
     return float(value)
