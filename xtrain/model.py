@@ -3,8 +3,7 @@
 Token embedding; n_layers x (RMSNorm, causal attention with RoPE, residual; RMSNorm, SwiGLU,
 residual); RMSNorm; head; cross-entropy. Linear weights are [in, out] and used as `x @ W`.
 
-Letters: B batch, T sequence, D model dim, N query heads, M KV heads, H head dim, F ffn dim,
-V vocabulary.
+B batch, T sequence, D model dim, N query heads, M KV heads, H head dim, F ffn dim, V vocabulary.
 
 The model draws no random number after initialisation, never reads `self.training` and never reads
 `config.dropout`: xtrain.compile puts dropout on the two residual branches of each block.
@@ -26,11 +25,8 @@ from torch.utils.checkpoint import checkpoint
 
 IGNORE_INDEX = -100  # a target that does not count, as in torch and transformers
 INIT_STD = 0.02
-# Positions enter the angles as fp32, which holds every integer up to here.
-MAX_POSITIONS = 1 << 24
-
-# Typed Any so that the fields below stay plain ints for every reader.
-_DERIVED: Any = None
+MAX_POSITIONS = 1 << 24  # fp32, in which angles are formed, holds every integer up to here
+_DERIVED: Any = None  # Any, so that the fields with this default are plain ints for every reader
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,13 +73,10 @@ class Config:
         _require(0 <= self.dropout <= 1, f"dropout must be in [0, 1], got {self.dropout}")
         _require(
             self.max_seq_len <= MAX_POSITIONS,
-            f"max_seq_len must be at most {MAX_POSITIONS}, got {self.max_seq_len}: "
-            "fp32 does not hold every position beyond",
+            f"max_seq_len must be at most {MAX_POSITIONS}, got {self.max_seq_len}",
         )
-        _require(
-            isinstance(self.tie_embeddings, bool),
-            f"tie_embeddings must be True or False, got {self.tie_embeddings!r}",
-        )
+        tie = self.tie_embeddings
+        _require(isinstance(tie, bool), f"tie_embeddings must be True or False, got {tie!r}")
         if self.recompute not in ("none", "full"):
             hint = f'recompute must be "none", "full" or 1..n_layers = {self.n_layers}'
             _require(not isinstance(self.recompute, str), f"{hint}, got {self.recompute!r}")
@@ -100,14 +93,11 @@ class Config:
         if self.head_dim is None:
             _require(
                 self.dim % self.n_heads == 0,
-                f"dim must be a multiple of n_heads = {self.n_heads}, got {self.dim}; "
-                "or give head_dim",
+                f"dim must be a multiple of n_heads = {self.n_heads}, got {self.dim}",
             )
             self._set("head_dim", self.dim // self.n_heads)
         self._set("head_dim", _positive_int("head_dim", self.head_dim))
-        _require(
-            self.head_dim % 2 == 0, f"head_dim must be even: RoPE turns pairs, got {self.head_dim}"
-        )
+        _require(self.head_dim % 2 == 0, f"head_dim must be even for RoPE, got {self.head_dim}")
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)  # frozen for everyone but __post_init__
@@ -116,10 +106,8 @@ class Config:
     def preset(cls, name: str, **overrides: Any) -> Config:
         """Return a named configuration with some fields replaced.
 
-        Args:     name: one of PRESETS.
-                  overrides: Config fields; n_kv_heads and head_dim follow an overridden n_heads
-                  or dim unless the preset or the caller names them.
-        Raises:   ValueError for an unknown preset (the known ones are listed) or field.
+        n_kv_heads and head_dim follow an overridden n_heads or dim unless they are given too.
+        Raises ValueError for an unknown preset (the known ones are listed) or field.
         """
         if name not in PRESETS:
             raise ValueError(f"unknown preset {name!r}; known: {', '.join(PRESETS)}")
@@ -141,32 +129,26 @@ class Config:
     @property
     def num_recomputed_layers(self) -> int:
         """Number of layers whose activations are computed again in backward."""
-        if isinstance(self.recompute, int):
-            return self.recompute
-        return self.n_layers if self.recompute == "full" else 0
+        named = {"none": 0, "full": self.n_layers}
+        return named[self.recompute] if isinstance(self.recompute, str) else self.recompute
 
-    def num_parameters(self, *, embedding: bool = True) -> int:
-        """Return how many numbers the model holds, a tied embedding counted once.
-
-        embedding=False leaves out an untied input embedding: what is left enters a matrix product
-        (or a norm) for every token, the N of the 6 N FLOPs per token.
-        """
+    def num_parameters(self) -> int:
+        """Return how many numbers the model holds, a tied embedding counted once."""
         attention = 2 * self.dim * self.head_dim * (self.n_heads + self.n_kv_heads)
         feed_forward = 3 * self.dim * self.ffn_hidden
         blocks = self.n_layers * (attention + feed_forward + 2 * self.dim)
-        table = self.vocab_size * self.dim
-        untied = 0 if self.tie_embeddings or not embedding else table
-        return blocks + self.dim + table + untied
+        tables = self.vocab_size * self.dim * (1 if self.tie_embeddings else 2)
+        return blocks + self.dim + tables
 
 
-def _shape(
-    vocab_size: int, dim: int, n_layers: int, n_heads: int, ffn_hidden: int, **others: Any
-) -> dict[str, Any]:
-    required = dict(vocab_size=vocab_size, dim=dim, n_layers=n_layers, n_heads=n_heads)
-    return {**required, "ffn_hidden": ffn_hidden, **others}
+_REQUIRED = ("vocab_size", "dim", "n_layers", "n_heads", "ffn_hidden")
 
 
-# vocab_size, dim, n_layers, n_heads, ffn_hidden; then what differs from Config's defaults.
+def _shape(*required: int, **others: Any) -> dict[str, Any]:
+    return {**dict(zip(_REQUIRED, required, strict=True)), **others}
+
+
+# The required fields in order, then what differs from Config's defaults.
 # vocab_size is that of the tokenizer usually met at each size; the trainer overrides it.
 PRESETS: dict[str, dict[str, Any]] = {
     # For tests: 21 tensors, 21,664 numbers.
@@ -180,7 +162,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     # The shapes of TinyLlama-1.1B and Llama-3-8B.
     "1b": _shape(32000, 2048, 22, 32, 5632, n_kv_heads=4, max_seq_len=2048, norm_eps=1e-5),
     "8b": _shape(
-        *(128256, 4096, 32, 32, 14336), n_kv_heads=8, max_seq_len=8192, rope_base=5e5, norm_eps=1e-5
+        128256, 4096, 32, 32, 14336, n_kv_heads=8, max_seq_len=8192, rope_base=5e5, norm_eps=1e-5
     ),
 }
 
@@ -309,8 +291,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]; cos, sin [T, H/2]."""
         x = x + self.attention(self.attention_norm(x), cos, sin)
-        x = x + self.feed_forward(self.feed_forward_norm(x))
-        return x
+        return x + self.feed_forward(self.feed_forward_norm(x))
 
 
 class Transformer(nn.Module):
@@ -352,9 +333,8 @@ class Transformer(nn.Module):
         Raises:   ValueError for a sequence longer than max_seq_len or shapes that do not fit.
         """
         self._check_inputs(tokens, targets, return_logits)
-        hidden = self._hidden(tokens)
-        weight = self.embedding.weight.t() if self.head is None else self.head.weight
-        logits = hidden @ weight
+        x = self._hidden(tokens)
+        logits = F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
         loss = None if targets is None else cross_entropy(logits, targets)
         return (logits if return_logits else None), loss
 
@@ -403,10 +383,12 @@ def _require(condition: bool, message: str) -> None:
 
 
 def _positive_int(name: str, value: Any) -> int:
-    # bool is an int to Python; index() takes NumPy's ints and no float.
-    is_int = hasattr(value, "__index__") and not isinstance(value, bool)
-    _require(is_int and index(value) > 0, f"{name} must be a positive int, got {value!r}")
-    return index(value)
+    try:
+        number = 0 if isinstance(value, bool) else index(value)  # takes NumPy's ints, no float
+    except TypeError:
+        number = 0
+    _require(number > 0, f"{name} must be a positive int, got {value!r}")
+    return number
 
 
 def _finite(name: str, value: Any) -> float:
