@@ -1,0 +1,28 @@
+"""The ops of xtrain: public functions, and OPS, the table that tests and benchmarks iterate over.
+
+Each op lives in a contract file of its name (formula, reference, registration, public function);
+its Triton kernels in `xtrain/ops/triton/` under the same name, imported when first launched.
+"""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from pathlib import Path
+
+from xtrain import torch_compat
+from xtrain.ops import dropout as _dropout
+from xtrain.ops.dropout import dropout, dropout_mask
+from xtrain.ops.registry import Op
+
+__all__ = ["OPS", "Op", "dropout", "dropout_mask"]
+
+OPS: dict[str, Op] = {op.name: op for op in (_dropout.OP,)}
+
+
+def _source_hash() -> str:
+    """Return a hash of the code that inductor may have compiled into kernels cached on disk."""
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    return sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
+
+
+torch_compat.add_compile_cache_tag(f"xtrain.ops-{_source_hash()}")

@@ -1,0 +1,83 @@
+"""How an op is registered, and what the table of ops says about each.
+
+Every op xtrain::<op> has a backward op xtrain::<op>_backward of its own, and each of the two has
+
+    reference       plain PyTorch, the truth (of the pair: autograd through the forward reference)
+    decomposition   plain PyTorch that inductor fuses with its neighbours (torch_compat)
+    kernels         what eager runs on CPU and CUDA; the decomposition where nothing better exists
+    fake            shape, dtype and strides, no values
+
+No op aliases or mutates an input in any branch: a result is always fresh memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from xtrain import torch_compat
+
+LIBRARY = torch.library.Library("xtrain", "DEF")
+
+
+@dataclass(frozen=True)
+class Op:
+    """One row of `xtrain.ops.OPS`: what tests and benchmarks need to know of an op."""
+
+    name: str
+    public: Callable[..., Any]  # the function users call
+    reference: Callable[..., Any]  # same arguments as public; fp32 (fp64 for fp64) inside
+    forward: torch._ops.OpOverload
+    backward: torch._ops.OpOverload
+    decomposition: Callable[..., Any]  # same arguments as forward
+    backward_decomposition: Callable[..., Any]  # same arguments as backward
+    supports: Callable[..., str | None]  # same arguments as public; why the kernel cannot, or None
+
+
+def define_op(
+    schema: str,
+    *,
+    fake: Callable[..., Any],
+    decomposition: Callable[..., Any],
+    cpu: Callable[..., Any] | None = None,
+    cuda: Callable[..., Any] | None = None,
+) -> torch._ops.OpOverload:
+    """Define xtrain::<schema> with its fake, its kernels and its lowering; return the overload.
+
+    Args:     schema: functional: no alias or mutation marks.
+              fake: returns empty tensors with exactly the shape, dtype and strides of the kernels.
+              decomposition: pure torch functions on the schema's arguments; traced with symbolic
+              sizes, so it must not build tensors from data or branch on values.
+              cpu, cuda: eager kernels; None means the decomposition.
+    """
+    name = schema[: schema.index("(")]
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.impl(name, cpu or decomposition, "CPU")
+    LIBRARY.impl(name, cuda or decomposition, "CUDA")
+
+    def fake_and_lower(*args: Any, **kwargs: Any) -> Any:
+        torch_compat.flush_lowerings()
+        return fake(*args, **kwargs)
+
+    torch.library.register_fake(f"xtrain::{name}", fake_and_lower, lib=LIBRARY)
+    overload = getattr(torch.ops.xtrain, name).default
+    torch_compat.lower_by_decomposition(overload, decomposition)
+    return overload
+
+
+def define_autograd(
+    op: torch._ops.OpOverload,
+    backward: Callable[..., Any],
+    setup_context: Callable[..., None],
+) -> None:
+    """Give op its derivative.
+
+    Args:     backward: (ctx, *grad_outputs) -> one gradient or None per schema argument; calls
+              xtrain::<op>_backward and nothing heavier, so that a compiled graph holds one node.
+              setup_context: (ctx, inputs, output), with these parameter names: torch passes them
+              by keyword.
+    """
+    torch.library.register_autograd(op.name(), backward, setup_context=setup_context, lib=LIBRARY)

@@ -1,0 +1,265 @@
+"""Every use of a torch internal, each with its reason and a contract test per torch version.
+
+Nothing here imports inductor: `import xtrain.ops` stays as cheap as `import torch`.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+
+# --- Lowering an op by its decomposition, inside inductor alone ---------------------------------
+#
+# inductor's own decomposition table is applied by AOTAutograd, before the graph is cut into forward
+# and backward: an op in that table is gone by then, and the partitioner may keep its intermediates
+# (a dropout mask). A lowering runs after the cut, so forward and backward ops stay single nodes
+# until nothing can be saved any more, and are fused with their neighbours all the same.
+
+_pending_lowerings: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
+
+
+def lower_by_decomposition(op: torch._ops.OpOverload, decomposition: Callable[..., Any]) -> None:
+    """Have inductor compile op as the plain torch function `decomposition` of the same arguments.
+
+    The lowering is registered at the first compile: `flush_lowerings` is called by the op's fake
+    implementation, which every compile runs and which finds inductor loaded by then.
+    """
+    _pending_lowerings[op] = decomposition
+    flush_lowerings()
+
+
+def flush_lowerings() -> None:
+    """Register the lowerings still waiting, once inductor has been imported by somebody."""
+    if not _pending_lowerings or not hasattr(
+        sys.modules.get("torch._inductor.lowering"), "register_lowering"
+    ):
+        return
+    from torch._inductor.lowering import register_lowering
+
+    while _pending_lowerings:
+        op, decomposition = _pending_lowerings.popitem()
+        register_lowering(op, type_promotion_kind=None)(_decomposed_lowering(decomposition))
+
+
+def _decomposed_lowering(decomposition: Callable[..., Any]) -> Callable[..., Any]:
+    def lowering(*args: Any, **kwargs: Any) -> Any:
+        from torch._inductor.virtualized import V
+
+        node = V.graph.current_node
+        flat_nodes, spec = pytree.tree_flatten((node.args, node.kwargs))
+        flat_args = pytree.tree_leaves((list(args), kwargs))
+        inputs = [i for i, leaf in enumerate(flat_nodes) if isinstance(leaf, torch.fx.Node)]
+
+        def call(*values: Any) -> Any:
+            leaves = list(flat_nodes)
+            for i, value in zip(inputs, values, strict=True):
+                leaves[i] = value
+            call_args, call_kwargs = pytree.tree_unflatten(leaves, spec)
+            return decomposition(*call_args, **call_kwargs)
+
+        graph_module = _trace(call, [flat_nodes[i].meta["val"] for i in inputs])
+        return _lower_graph(graph_module, [flat_args[i] for i in inputs])
+
+    return lowering
+
+
+def _trace(function: Callable[..., Any], fake_inputs: list[Any]) -> torch.fx.GraphModule:
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.virtualized import V
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with V.fake_mode, torch.no_grad():
+        return make_fx(function, decomposition_table=select_decomp_table())(*fake_inputs)
+
+
+def _lower_graph(graph_module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+    """Lower each node of a traced graph in place, as inductor does for the body of a subgraph."""
+    from torch._inductor.virtualized import V
+
+    env = V.graph.env
+    remaining = iter(inputs)
+    for node in graph_module.graph.nodes:
+        if node.op == "placeholder":
+            env[node] = next(remaining)
+        elif node.op == "output":
+            return torch.fx.node.map_arg(node.args[0], env.__getitem__)
+        elif node.op == "call_function":
+            env[node] = V.graph.run_node(node)
+        else:
+            raise RuntimeError(
+                f"the decomposition of an xtrain op holds a {node.op} node ({node.target}): "
+                "build constants from Python numbers (torch.full), not from tensors"
+            )
+    raise RuntimeError("the decomposition of an xtrain op has no output node")
+
+
+def add_compile_cache_tag(tag: str) -> None:
+    """Make torch's compile caches on disk depend on `tag`.
+
+    A cached kernel is found by the graph, which names our ops but not the code they are lowered to:
+    without the tag an upgraded xtrain would run kernels compiled from the old source.
+    """
+    import torch.compiler.config as compiler_config
+
+    if tag not in compiler_config.cache_key_tag:
+        compiler_config.cache_key_tag += tag
+
+
+# --- Errors about arguments, at trace time too ---------------------------------------------------
+
+
+def argument_error(message: str) -> ValueError:
+    """Return the ValueError for a wrong argument, in a form that Dynamo hands on to the user.
+
+    Dynamo wraps what a fake implementation raises into its own RuntimeError, except for its own
+    `Unsupported`, which it raises as it is (fullgraph) or answers with a graph break, after which
+    the eager op raises. An exception that is both keeps `except ValueError` right in every mode.
+    """
+    if torch._guards.TracingContext.try_get() is None:
+        return ValueError(message)
+    return _traced_value_error()(message)
+
+
+@cache
+def _traced_value_error() -> type[ValueError]:
+    from torch._dynamo.exc import Unsupported
+
+    return type("TracedValueError", (Unsupported, ValueError), {})
+
+
+# --- Entering and leaving Dynamo ----------------------------------------------------------------
+
+
+def in_backward() -> bool:
+    """Return whether this thread runs inside an autograd backward (a recompute, a hook)."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class StorageRef:
+    """A weak reference to a tensor's memory: tells whether its address still means that tensor."""
+
+    def __init__(self, tensor: torch.Tensor):
+        from torch.multiprocessing.reductions import StorageWeakRef
+
+        self._ref = StorageWeakRef(tensor.untyped_storage())
+
+    def expired(self) -> bool:
+        """Return whether the memory has been given back."""
+        return self._ref.expired()
+
+
+def fresh_entry(function: types.FunctionType, name: str) -> types.FunctionType:
+    """Return a copy of function with a code object of its own.
+
+    Dynamo keeps its compiled variants, and their recompile limit, per code object: with a shared
+    one, the ninth compiled model of a process would silently fall back to eager.
+    """
+    code = function.__code__.replace(co_name=name, co_qualname=name)
+    return types.FunctionType(code, function.__globals__, name)
+
+
+def trace_config(**overrides: Any) -> Any:
+    """Patch Dynamo's configuration for the frames that are traced inside the context."""
+    return torch._dynamo.config.patch(**overrides)
+
+
+def trace_overrides(*, shared_layers: bool) -> dict[str, Any]:
+    """Return the Dynamo settings that our calls trace under.
+
+    optimize_ddp: Dynamo would cut the graph at DDP's buckets before our backend sees it, through
+    the middle of residual sites; `ddp_backend` cuts it afterwards instead.
+    allow_unspec_int_on_nn_module: a layer index must not make each layer a graph of its own.
+    """
+    overrides: dict[str, Any] = {"optimize_ddp": False}
+    if shared_layers:
+        overrides["allow_unspec_int_on_nn_module"] = True
+    return overrides
+
+
+def ignore_logging_calls() -> None:
+    """Let Dynamo trace through logging calls, which break graphs in Hugging Face losses."""
+    import logging
+
+    ignored = torch._dynamo.config.ignore_logging_functions
+    for name in ("warning_once", "info_once"):
+        method = getattr(logging.Logger, name, None)  # transformers adds these
+        if method is not None:
+            ignored.add(method)
+
+
+def backend_cause(error: BaseException) -> BaseException | None:
+    """Return the exception of our backend that Dynamo wrapped into `error`, or None."""
+    return getattr(error, "inner_exception", None)
+
+
+def mark_dynamic(tensor: torch.Tensor, dims: list[int]) -> None:
+    """Ask Dynamo to trace these dimensions with symbols, without failing where it can't."""
+    for dim in dims:
+        torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+def fake_like_inputs(example_inputs: Sequence[Any], value: torch.Tensor) -> torch.Tensor:
+    """Return `value` in the form that a backend gets its other inputs in: real or fake."""
+    for example in example_inputs:
+        if isinstance(example, FakeTensor):
+            with example.fake_mode:
+                return torch.empty_strided(
+                    value.shape, value.stride(), dtype=value.dtype, device=value.device
+                )
+    return value
+
+
+def inner_backend(
+    name: str, *, mode: str | None, options: dict[str, Any], dynamic: bool | None
+) -> Callable[..., Callable[..., Any]]:
+    """Return torch's own backend "inductor" | "aot_eager" | "eager" as (module, inputs) -> callable.
+
+    For inductor, the bf16 roundings between ops that eager does are kept (design.md, E2), unless
+    the options say otherwise.
+    """
+    if name == "inductor":
+        wrapper = torch._TorchCompileInductorWrapper(mode, options, dynamic)
+        wrapper.config.setdefault("emulate_precision_casts", True)
+        return wrapper
+    return torch._dynamo.lookup_backend(name)
+
+
+def cache_key_tag(tag: str) -> Any:
+    """Make torch's compile caches on disk depend on `tag` for what is compiled in the context."""
+    import torch.compiler.config as compiler_config
+
+    return compiler_config.patch(cache_key_tag=compiler_config.cache_key_tag + tag)
+
+
+def active_ddp_module() -> Any | None:
+    """Return the DistributedDataParallel module whose forward is running, or None."""
+    if not torch.distributed.is_available():
+        return None
+    return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
+
+
+def ddp_backend(ddp_module: Any, backend: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `backend` behind DDP's graph splitter, so that gradients are reduced bucket by bucket.
+
+    This is what Dynamo does by itself under optimize_ddp, done here after our passes.
+    """
+    from torch._dynamo.backends.distributed import DDPOptimizer
+
+    return DDPOptimizer(
+        bucket_bytes_cap=ddp_module.bucket_bytes_cap, backend_compile_fn=backend
+    ).compile_fn
+
+
+@cache
+def has_triton() -> bool:
+    """Return whether Triton can be imported; asked before a kernel is launched."""
+    from importlib.util import find_spec
+
+    return find_spec("triton") is not None
