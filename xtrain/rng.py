@@ -68,14 +68,15 @@ def site_seed(base_seed: int, step: int, layer: int, site: str | int) -> int:
     if isinstance(site, str):
         site_value = _site_constant(site)
     else:
-        site_value = _integer("site", site)
-    state = splitmix64(_integer("base_seed", base_seed))
-    state = splitmix64(state ^ (_integer("step", step) & MASK64))
-    state = splitmix64(state ^ (_integer("layer", layer) & MASK64))
+        site_value = checked_int("site", site)
+    state = splitmix64(checked_int("base_seed", base_seed))
+    state = splitmix64(state ^ (checked_int("step", step) & MASK64))
+    state = splitmix64(state ^ (checked_int("layer", layer) & MASK64))
     return to_signed(splitmix64(state ^ (site_value & MASK64)))
 
 
-def _integer(name: str, value: object) -> int:
+def checked_int(name: str, value: object) -> int:
+    """Return value as an int, or raise a TypeError that names the argument; bool is refused."""
     if isinstance(value, bool):
         raise TypeError(f"{name} must be an int, got the bool {value}")
     try:

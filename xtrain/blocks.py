@@ -1,0 +1,101 @@
+"""Which modules of a model are its blocks, read off the module tree alone.
+
+A residual site is named by the ordinal of its block, and that must not depend on what a graph
+happens to show (a piece of the model, one layer that stands for all). So blocks are structure:
+the elements of containers (ModuleList, Sequential, ModuleDict) that hold at least two matrices,
+in module order, at the depth where the blocks of the architecture sit:
+
+    encoder.block.0                T5: its `layer` list mixes classes, so the outer element counts
+    layers.0.blocks.1              Swin: stages hold little but a list of equal blocks
+    layers.0  (not mlp.experts.3)  mixture of experts: attention lies outside the inner list
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+# A stage may own a down-sampling or an embedding beside its list of blocks.
+_MAX_MATRICES_OUTSIDE_INNER_BLOCKS = 2
+
+
+class Blocks:
+    """The blocks of one model: ordinals in module order, and which block a path belongs to."""
+
+    def __init__(self, model: nn.Module):
+        self.paths = list(_blocks(model, "")) or list(_equal_siblings(model))
+        self._ordinals = {path: i for i, path in enumerate(self.paths)}
+        # Sites outside any block are numbered behind the blocks, by their module's place.
+        self._others = {
+            path: len(self.paths) + i for i, (path, _) in enumerate(model.named_modules())
+        }
+        self.class_names = {path: type(model.get_submodule(path)).__name__ for path in self.paths}
+
+    def block_of(self, path: str) -> str | None:
+        """Return the path of the block that holds the module or parameter at `path`, or None."""
+        parts = path.split(".")
+        for end in range(len(parts), 0, -1):
+            candidate = ".".join(parts[:end])
+            if candidate in self._ordinals:
+                return candidate
+        return None
+
+    def layer(self, path: str) -> int:
+        """Return the ordinal of a block, or of a module outside any. KeyError if there is none."""
+        return self._ordinals[path] if path in self._ordinals else self._others[path]
+
+
+def _blocks(module: nn.Module, prefix: str) -> Iterator[str]:
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        is_element = isinstance(module, _CONTAINERS) and not isinstance(child, _CONTAINERS)
+        if is_element and _num_matrices(child) >= 2 and not _is_stage(child):
+            yield path
+        else:
+            yield from _blocks(child, f"{path}.")
+
+
+def _is_stage(element: nn.Module) -> bool:
+    """Whether an element is a stage that holds blocks of its own rather than being one."""
+    inner = list(_block_lists(element))
+    if not inner:
+        return False
+    outside = _num_matrices(element) - sum(_num_matrices(container) for container in inner)
+    return outside <= _MAX_MATRICES_OUTSIDE_INNER_BLOCKS
+
+
+def _block_lists(module: nn.Module) -> Iterator[nn.Module]:
+    """Containers of equal elements with two matrices or more, not looking inside those."""
+    for child in module.children():
+        if isinstance(child, _CONTAINERS):
+            elements = list(child.children())
+            if (
+                elements
+                and len({type(e) for e in elements}) == 1
+                and all(_num_matrices(e) >= 2 for e in elements)
+                and not isinstance(elements[0], _CONTAINERS)
+            ):
+                yield child
+                continue
+        yield from _block_lists(child)
+
+
+def _equal_siblings(model: nn.Module) -> Iterator[str]:
+    """Blocks held as attributes (`self.block0`, `self.block1`) where no container holds any."""
+
+    def walk(module: nn.Module, prefix: str) -> Iterator[str]:
+        children = list(module.named_children())
+        classes = [type(child) for _, child in children if _num_matrices(child) >= 2]
+        for name, child in children:
+            if _num_matrices(child) >= 2 and classes.count(type(child)) >= 2:
+                yield f"{prefix}{name}"
+            else:
+                yield from walk(child, f"{prefix}{name}.")
+
+    yield from walk(model, "")
+
+
+def _num_matrices(module: nn.Module) -> int:
+    return sum(parameter.ndim >= 2 for parameter in module.parameters())

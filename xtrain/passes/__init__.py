@@ -1,0 +1,81 @@
+"""The graph passes of xtrain.compile, in running order.
+
+    insert_residual_dropout   first, on Dynamo's own graph: whatever fails later, dropout is in
+    registered passes         the user's, in the order of registration or where `after` puts them
+
+A pass is a function on one fx.Graph that changes it in place and returns a PassResult; it may look
+into `fx_utils.walk_graphs(graph.owning_module)` for the bodies of checkpointed blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import fx
+
+from xtrain.passes.result import PassResult
+from xtrain.passes.runner import Pass, cache_key, run_passes
+
+INSERT_RESIDUAL_DROPOUT = "insert_residual_dropout"
+# Names in running order; each stands where it does for the reason in this module's docstring.
+PASSES: tuple[str, ...] = (INSERT_RESIDUAL_DROPOUT,)
+
+UserPass = Callable[[fx.Graph], PassResult | None]
+
+_registered: dict[str, tuple[UserPass, str | None]] = {}
+
+__all__ = ["PASSES", "Pass", "PassResult", "cache_key", "order", "register", "run_passes"]
+
+
+def register(name: str, pass_fn: UserPass, *, after: str | None = None) -> None:
+    """Add a pass to every xtrain.compile that follows; the same name again replaces it.
+
+    Args:     name: what logs, reports and `disable_passes` call it.
+              pass_fn: takes one fx.Graph, changes it in place, returns a PassResult or None.
+              after: name of the pass that it follows; None: behind all.
+    Raises:   ValueError if the name belongs to xtrain or `after` is unknown; TypeError if pass_fn
+              cannot be called.
+    """
+    if name in PASSES:
+        raise ValueError(f"pass name {name!r} belongs to xtrain; choose another")
+    if not callable(pass_fn):
+        raise TypeError(f"pass {name!r} must be a function of one fx.Graph, got {pass_fn!r}")
+    if after is not None and after not in (*PASSES, *_registered):
+        known = ", ".join((*PASSES, *_registered))
+        raise ValueError(f"after={after!r} names no pass; known passes: {known}")
+    _registered[name] = (pass_fn, after)
+
+
+def unregister(name: str) -> None:
+    """Take back a registered pass. Raises ValueError if there is none of that name."""
+    if name not in _registered:
+        raise ValueError(f"no registered pass {name!r}; registered: {', '.join(_registered)}")
+    del _registered[name]
+
+
+def order(
+    builtin: Iterable[Pass], extra: Sequence[Any] = (), disabled: Iterable[str] = ()
+) -> list[Pass]:
+    """Return the passes in running order: ours, the registered ones, then `extra`, less disabled.
+
+    Args:     builtin: xtrain's own passes with their options.
+              extra: functions, or (name, function) pairs, of one call of xtrain.compile.
+              disabled: exact names.
+    Raises:   ValueError for a disabled name that no pass has, or a name used twice.
+    """
+    passes = list(builtin)
+    for name, (pass_fn, after) in _registered.items():
+        entry = Pass(name, pass_fn, pass_fn)
+        names = [p.name for p in passes]
+        passes.insert(names.index(after) + 1 if after in names else len(passes), entry)
+    for item in extra:
+        name, pass_fn = item if isinstance(item, tuple) else (item.__name__, item)
+        passes.append(Pass(name, pass_fn, pass_fn))
+    names = [p.name for p in passes]
+    if twice := sorted({n for n in names if names.count(n) > 1}):
+        raise ValueError(f"two passes are named {twice[0]!r}; give each its own name")
+    unknown = sorted(set(disabled) - set(names) - set(PASSES))
+    if unknown:
+        raise ValueError(f"disable_passes names {unknown[0]!r}; the passes are {', '.join(names)}")
+    return [p for p in passes if p.name not in set(disabled)]

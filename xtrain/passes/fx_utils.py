@@ -1,0 +1,188 @@
+"""Small helpers on FX graphs that every pass shares.
+
+They work on Dynamo's own graph (torch functions, tensor methods, higher-order bodies) and on
+normalised aten graphs alike: an op is recognised by its name, whatever spelling reached the graph.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+# Names that a tensor op can have in a Dynamo graph or an aten graph, by what it does.
+ADD = frozenset({"add", "add_", "iadd", "__add__", "__iadd__", "__radd__"})
+IN_PLACE_ADD = frozenset({"add_", "iadd", "__iadd__"})
+MUL = frozenset({"mul", "mul_", "imul", "multiply", "__mul__", "__rmul__"})
+DROPOUT = frozenset({"dropout", "dropout_", "native_dropout", "feature_dropout"})
+# One value seen in another form: what a residual operand may pass through on its way to the add.
+VIEW_LIKE = frozenset(
+    {
+        "to",
+        "_to_copy",
+        "type",
+        "type_as",
+        "float",
+        "half",
+        "bfloat16",
+        "double",
+        "view",
+        "reshape",
+        "_unsafe_view",
+        "view_as",
+        "reshape_as",
+        "contiguous",
+        "clone",
+        "alias",
+        "flatten",
+        "unflatten",
+        "squeeze",
+        "unsqueeze",
+        "transpose",
+        "permute",
+        "convert_element_type",
+    }
+)
+CONTRACTION = frozenset(
+    {
+        "linear",
+        "matmul",
+        "mm",
+        "bmm",
+        "addmm",
+        "baddbmm",
+        "addbmm",
+        "einsum",
+        "tensordot",
+        "inner",
+        "bilinear",
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "convolution",
+        "grouped_mm",
+        "_grouped_mm",
+        "scaled_mm",
+        "_scaled_mm",
+        "scaled_grouped_mm",
+        "_scaled_grouped_mm",
+        "scaled_dot_product_attention",
+        "flex_attention",
+        "multi_head_attention_forward",
+        "_native_multi_head_attention",
+        "_transformer_encoder_layer_fwd",
+    }
+)
+ATTENTION = frozenset(
+    {
+        "scaled_dot_product_attention",
+        "flex_attention",
+        "multi_head_attention_forward",
+        "_native_multi_head_attention",
+    }
+)
+SOFTMAX = frozenset({"softmax", "_softmax", "_safe_softmax"})
+
+_OPERATOR_NAMES = {operator.matmul: "matmul", operator.imatmul: "matmul"}
+
+
+def op_name(node: fx.Node) -> str:
+    """Return the bare name of a node's op: "linear" for F.linear, aten.linear.default or .linear().
+
+    In-graph submodules and attributes have none: the result is then "".
+    """
+    target = node.target
+    if node.op == "call_method":
+        return str(target)
+    if node.op != "call_function":
+        return ""
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.split("::")[-1]
+    if isinstance(target, torch._ops.HigherOrderOperator | torch._ops.OpOverloadPacket):
+        return target.__name__
+    if target in _OPERATOR_NAMES:
+        return _OPERATOR_NAMES[target]  # type: ignore[index]
+    return getattr(target, "__name__", "")
+
+
+def tensor_meta(node: object) -> torch.Tensor | None:
+    """Return the fake tensor that describes a node's value, or None for anything else."""
+    if not isinstance(node, fx.Node):
+        return None
+    value = node.meta.get("example_value", node.meta.get("val"))
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def called_bodies(node: fx.Node) -> list[fx.GraphModule]:
+    """Return every graph that a higher-order call may run, wherever it stands in the arguments."""
+    bodies = []
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        for argument in node.all_input_nodes:
+            if argument.op == "get_attr":
+                body = _get_attribute(node.graph.owning_module, str(argument.target))
+                if isinstance(body, fx.GraphModule):
+                    bodies.append(body)
+    return bodies
+
+
+def holds_contraction(node: fx.Node) -> bool:
+    """Return whether a node multiplies matrices, itself or in a body that it calls."""
+    if op_name(node) in CONTRACTION:
+        return True
+    if node.op == "call_module":
+        module = _get_attribute(node.graph.owning_module, str(node.target))
+        return any(p.ndim >= 2 for p in module.parameters()) if module is not None else False
+    return any(holds_contraction(n) for body in called_bodies(node) for n in body.graph.nodes)
+
+
+def module_path(node: fx.Node) -> str:
+    """Return the source name of the innermost module that a node was traced in, "" if unknown."""
+    stack = node.meta.get("nn_module_stack")
+    return next(reversed(stack.values()))[0] if stack else ""
+
+
+def walk_graphs(module: fx.GraphModule) -> Iterator[fx.GraphModule]:
+    """Yield a graph module and every higher-order body below it, outermost first."""
+    yield module
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            body = _get_attribute(module, str(node.target))
+            if isinstance(body, fx.GraphModule):
+                yield from walk_graphs(body)
+
+
+def clone_graph(module: fx.GraphModule) -> fx.GraphModule:
+    """Return a copy of Dynamo's graph module that passes may change, bodies included.
+
+    Dynamo keeps the original for guards and for a second call of the backend, so it is never
+    touched. Parameters and constants are shared, and what AOTAutograd looks up is carried over:
+    node meta, the source of each placeholder, `_param_name_to_source` and the module's meta.
+    """
+    graph = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    output = graph.graph_copy(module.graph, mapping)
+    result = fx.GraphModule(module, graph, class_name=type(module).__name__)
+    source_output = next(n for n in reversed(module.graph.nodes) if n.op == "output")
+    new_output = graph.output(output, getattr(source_output, "type", None))
+    new_output.meta = dict(source_output.meta)
+    for old, new in mapping.items():
+        if hasattr(old, "_dynamo_source"):
+            new._dynamo_source = old._dynamo_source  # type: ignore[attr-defined]
+        if old.op == "get_attr":
+            body = _get_attribute(module, str(old.target))
+            if isinstance(body, fx.GraphModule):
+                setattr(result, str(old.target), clone_graph(body))
+    result.meta = dict(module.meta)
+    for name in ("_param_name_to_source", "_backend_id"):
+        if hasattr(module, name):
+            setattr(result, name, getattr(module, name))
+    result.recompile()
+    return result
+
+
+def _get_attribute(module: torch.nn.Module | None, path: str) -> torch.nn.Module | None:
+    for part in path.split("."):
+        module = getattr(module, part, None)
+    return module

@@ -1,0 +1,265 @@
+"""Insert seeded, stateless dropout on every residual branch.
+
+Before:  h = linear(a, w)              After:  h = linear(a, w)
+         y = x + h                             d = xtrain.dropout(h, p, seeds[2 * i], seeds[2 * i + 1])
+                                               y = x + d
+Stage:   Dynamo's own graph, before AOTAutograd, so that autograd derives the backward and a
+         failing later pass can lose a kernel but never the dropout.     Changes numerics: yes.
+Needs:   an int64 input `xtrain_seeds`, (seed, offset) per row, that the pass adds to the graph and
+         the caller feeds at each call; the model reads none.
+Skips:   a branch that the model drops itself (existing="skip"); a second run changes nothing.
+Leaves:  a branch whose value is changed in place behind the pass's back, or that sits in a control
+         flow body (cond, scan): reported as uncovered with the reason.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from torch import fx
+
+from xtrain.passes import fx_utils
+from xtrain.passes.residual_sites import (
+    ResidualSite,
+    find_residual_sites,
+    is_active_dropout,
+    peeled_chain,
+)
+from xtrain.passes.result import PassResult
+
+SEEDS = "xtrain_seeds"
+# Higher-order calls that run their body once, operands behind it: seeds can be one more operand.
+_TRANSPARENT = frozenset(
+    {"tag_activation_checkpoint", "wrap", "wrap_activation_checkpoint", "wrap_with_autocast"}
+)
+
+
+@dataclass(frozen=True)
+class SiteSlot:
+    """One site of one graph, as the caller needs it to fill a row of the seeds input.
+
+    witnesses are placeholders of the outermost graph; branch_shape may hold SymInts;
+    covered_by is "xtrain" (has a row), "model" (its own dropout stays) or "" with a reason.
+    """
+
+    kind: str
+    path: str
+    witnesses: tuple[fx.Node, ...]
+    branch_shape: torch.Size
+    covered_by: Literal["xtrain", "model", ""]
+    reason: str = ""
+
+
+@dataclass
+class InsertResult(PassResult):
+    """What was inserted: slots in row order first to last, and dropout that stays unseeded."""
+
+    slots: list[SiteSlot] = field(default_factory=list)
+    unseeded: list[str] = field(default_factory=list)
+
+
+def insert_residual_dropout(
+    graph: fx.Graph, *, p: float, existing: Literal["skip", "replace"] = "skip"
+) -> InsertResult:
+    """Insert xtrain.dropout(p) on each residual branch of a graph and of the bodies it calls.
+
+    Args:     graph: owned by a GraphModule; changed in place, so pass a clone of Dynamo's.
+              p: probability of dropping, 0 < p <= 1.
+              existing: what to do where the model has an active dropout of its own.
+    Returns:  InsertResult; its slots that are covered by "xtrain" are the rows of `xtrain_seeds`.
+    """
+    inserter = _Inserter(p, existing)
+    slots = inserter.run(graph)
+    result = InsertResult(num_matched=len(slots), slots=slots)
+    result.num_replaced = sum(slot.covered_by == "xtrain" for slot in slots)
+    for slot in slots:
+        if slot.covered_by == "model":
+            result.skip("the model's own dropout stays")
+        elif not slot.covered_by:
+            result.skip(slot.reason)
+    module = graph.owning_module
+    assert module is not None
+    for graph_module in fx_utils.walk_graphs(module):
+        result.unseeded += _unseeded(graph_module.graph, inserter.residual_dropouts)
+    return result
+
+
+class _Inserter:
+    def __init__(self, p: float, existing: str):
+        self.p = p
+        self.existing = existing
+        self.bodies: dict[fx.GraphModule, list[SiteSlot]] = {}
+        self.residual_dropouts: set[fx.Node] = set()
+
+    def run(self, graph: fx.Graph) -> list[SiteSlot]:
+        """Insert into one graph and its bodies; the slots in execution order."""
+        sites: dict[fx.Node, list[ResidualSite]] = {}
+        for site in find_residual_sites(graph):
+            sites.setdefault(site.add, []).append(site)
+        slots: list[SiteSlot] = []
+        rows = 0
+        for node in list(graph.nodes):
+            new = [self._insert(graph, site, rows) for site in sites.get(node, ())]
+            if fx_utils.called_bodies(node):
+                new += self._enter_bodies(graph, node, rows)
+            rows += sum(slot.covered_by == "xtrain" for slot in new)
+            slots += new
+        return slots
+
+    def _insert(self, graph: fx.Graph, site: ResidualSite, row: int) -> SiteSlot:
+        meta = fx_utils.tensor_meta(site.branch)
+        assert meta is not None
+        slot = SiteSlot(site.kind, site.path, site.witnesses, meta.shape, "xtrain")
+        if site.own is not None:
+            self.residual_dropouts.add(site.own)
+            if self.existing == "skip" or _is_ours(site.own):
+                return replace(slot, covered_by="model")
+        if reason := _hazard(site):
+            return replace(slot, covered_by="", reason=reason)
+        branch = site.branch if site.own is None else _bypass(site, site.own)
+        with graph.inserting_before(site.add):
+            seeds = _seeds_input(graph)
+            seed = _element(graph, seeds, 2 * row)
+            offset = _element(graph, seeds, 2 * row + 1)
+            dropped = graph.call_function(
+                torch.ops.xtrain.dropout.default, (branch, self.p, seed, offset)
+            )
+        dropped.meta = dict(branch.meta)
+        dropped.meta["nn_module_stack"] = site.add.meta.get("nn_module_stack")
+        _set_value(dropped, torch.empty_like(meta, memory_format=torch.contiguous_format))
+        site.add.args = tuple(dropped if a is site.branch else a for a in site.add.args)
+        return slot
+
+    def _enter_bodies(self, graph: fx.Graph, call: fx.Node, row: int) -> list[SiteSlot]:
+        """Insert into the body of a higher-order call and hand it its rows of the seeds."""
+        bodies = fx_utils.called_bodies(call)
+        if len(bodies) != 1 or fx_utils.op_name(call) not in _TRANSPARENT:
+            reason = f"inside a {fx_utils.op_name(call)} body, which takes no seeds"
+            found = [s for body in bodies for s in find_residual_sites(body.graph)]
+            return [
+                SiteSlot(s.kind, s.path, (), _shape(s.branch), "", reason)
+                for s in found
+                if s.own is None
+            ]
+        body = bodies[0]
+        if body not in self.bodies:
+            self.bodies[body] = self.run(body.graph)
+            body.recompile()
+        inner = self.bodies[body]
+        position = next(
+            i for i, a in enumerate(call.args) if isinstance(a, fx.Node) and a.op == "get_attr"
+        )
+        operands = call.args[position + 1 :]
+        placeholders = [n for n in body.graph.nodes if n.op == "placeholder"]
+        outer = dict(zip(placeholders, operands, strict=False))
+        count = sum(slot.covered_by == "xtrain" for slot in inner)
+        if count:
+            with graph.inserting_before(call):
+                seeds = _seeds_input(graph)
+                rows = graph.call_function(
+                    operator.getitem, (seeds, slice(2 * row, 2 * (row + count)))
+                )
+                value = fx_utils.tensor_meta(seeds)
+                assert value is not None
+                _set_value(rows, value[: 2 * count])
+            call.args = (*call.args, rows)
+        return [
+            replace(
+                slot,
+                witnesses=tuple(
+                    n for w in slot.witnesses if isinstance(n := outer.get(w), fx.Node)
+                ),
+            )
+            for slot in inner
+        ]
+
+
+def _seeds_input(graph: fx.Graph) -> fx.Node:
+    """The graph's seeds placeholder, added behind the others on first need."""
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    for node in placeholders:
+        if node.target == SEEDS:
+            return node
+    first_op = next(n for n in graph.nodes if n.op != "placeholder")
+    with graph.inserting_before(first_op):
+        node = graph.placeholder(SEEDS)
+    node._dynamo_source = None  # type: ignore[attr-defined]  # AOTAutograd asks for it by name
+    _set_value(node, _fake_seeds(graph))
+    return node
+
+
+def _fake_seeds(graph: fx.Graph) -> torch.Tensor:
+    """Describe the seeds input: int64 on the device of the graph's floating-point values.
+
+    Its length here is only an upper bound; the caller feeds exactly two numbers a row.
+    """
+    for node in graph.nodes:
+        value = fx_utils.tensor_meta(node)
+        if value is not None and value.dtype.is_floating_point:
+            return value.new_empty((2 * len(graph.nodes),), dtype=torch.int64)
+    raise RuntimeError("a graph without floating-point values has no residual site")
+
+
+def _element(graph: fx.Graph, seeds: fx.Node, index: int) -> fx.Node:
+    node = graph.call_function(operator.getitem, (seeds, index))
+    value = fx_utils.tensor_meta(seeds)
+    assert value is not None
+    _set_value(node, value.new_empty(()))
+    return node
+
+
+def _set_value(node: fx.Node, value: torch.Tensor) -> None:
+    node.meta["example_value"] = value
+
+
+def _shape(node: fx.Node) -> torch.Size:
+    meta = fx_utils.tensor_meta(node)
+    assert meta is not None
+    return meta.shape
+
+
+def _is_ours(node: fx.Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target.namespace == "xtrain"
+
+
+def _hazard(site: ResidualSite) -> str:
+    """Why dropout on this branch could be undone or seen elsewhere, "" when it can't.
+
+    `branch += residual` writes the sum into the branch: its other readers would miss the write.
+    """
+    writes = fx_utils.op_name(site.add) in fx_utils.IN_PLACE_ADD
+    if writes and site.add.args[0] is site.branch and len(site.branch.users) > 1:
+        return "the add writes into the branch, which has other readers"
+    return ""
+
+
+def _bypass(site: ResidualSite, own: fx.Node) -> fx.Node:
+    """Take the model's own dropout off this branch and return the branch without it.
+
+    Other readers of the dropped value keep it.
+    """
+    source = own.args[0]
+    assert isinstance(source, fx.Node)
+    if own is site.branch:
+        return source
+    chain = peeled_chain(site.branch)
+    chain[chain.index(own) - 1].replace_input_with(own, source)
+    return site.branch
+
+
+def _unseeded(graph: fx.Graph, residual: set[fx.Node]) -> list[str]:
+    """Active dropout of the model's that is no residual site: attention, embeddings."""
+    found = []
+    for node in graph.nodes:
+        where = fx_utils.module_path(node) or "the model"
+        if is_active_dropout(node) and not _is_ours(node) and node not in residual:
+            found.append(f"{fx_utils.op_name(node)} in {where}")
+        elif fx_utils.op_name(node) in fx_utils.ATTENTION:
+            p = node.kwargs.get("dropout_p", node.args[4] if len(node.args) > 4 else 0.0)
+            if isinstance(p, int | float) and p > 0:
+                found.append(f"attention probabilities (p = {p}) in {where}")
+    return found

@@ -1,0 +1,22 @@
+"""What every pass returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class PassResult:
+    """Counts of one pass on one graph; the runner adds the name, the time and the node counts."""
+
+    num_matched: int = 0
+    num_replaced: int = 0
+    skipped: dict[str, int] = field(default_factory=dict)
+    name: str = ""
+    time_ms: float = 0.0
+    num_nodes_before: int = 0
+    num_nodes_after: int = 0
+
+    def skip(self, reason: str) -> None:
+        """Count one match that was left as it is, with the reason."""
+        self.skipped[reason] = self.skipped.get(reason, 0) + 1

@@ -1,0 +1,134 @@
+"""Run the passes on one graph: time, lint, count, log, dump, and name the whole for the cache."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+from xtrain.passes import fx_utils
+from xtrain.passes.result import PassResult
+
+log = logging.getLogger("xtrain.passes")
+
+PassFn = Callable[[fx.Graph], PassResult | None]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One entry of the running order.
+
+    name:     what logs, reports and `disable_passes` call it.
+    run:      changes the graph in place, returns counts (None counts as nothing matched).
+    source:   the function whose source enters the cache key, where `run` is a partial of it.
+    options:  values that change what it does; they enter the cache key.
+    """
+
+    name: str
+    run: PassFn
+    source: Callable[..., Any]
+    options: tuple[tuple[str, object], ...] = ()
+
+
+def run_passes(
+    module: fx.GraphModule, passes: Sequence[Pass], *, dump_dir: Path | None = None
+) -> list[PassResult]:
+    """Run passes in order on a graph module of our own (never Dynamo's; see clone_graph).
+
+    Logs one INFO line a pass and, with dump_dir, writes `01_<pass>.before.py` and `.after.py`.
+    Raises:   what a pass raises, with the pass named; RuntimeError when it leaves a broken graph.
+    """
+    results = []
+    for position, entry in enumerate(passes, start=1):
+        before = _readable(module) if dump_dir else ""
+        nodes_before = _count_nodes(module)
+        start = time.perf_counter()
+        result = _run_one(module, entry)
+        result.time_ms = (time.perf_counter() - start) * 1e3
+        result.name = entry.name
+        result.num_nodes_before = nodes_before
+        result.num_nodes_after = _count_nodes(module)
+        results.append(result)
+        _log(position, len(passes), result)
+        if dump_dir:
+            stem = dump_dir / f"{position:02d}_{entry.name}"
+            stem.with_suffix(".before.py").write_text(before)
+            stem.with_suffix(".after.py").write_text(_readable(module))
+    return results
+
+
+def cache_key(passes: Iterable[Pass], extra: Iterable[object] = ()) -> str:
+    """Return a hash of the passes' names, order, sources and options, and of `extra`.
+
+    Inductor's caches key on the graph that they are given and on this: a graph that looks the
+    same may have been lowered by another version of a pass or op.
+    """
+    digest = hashlib.sha256()
+    for entry in passes:
+        for part in (entry.name, _source_of(entry.source), repr(entry.options)):
+            digest.update(f"{len(part)}:{part};".encode())
+    for item in extra:
+        digest.update(f"{item!r};".encode())
+    return digest.hexdigest()
+
+
+def _run_one(module: fx.GraphModule, entry: Pass) -> PassResult:
+    try:
+        result = entry.run(module.graph)
+        for part in fx_utils.walk_graphs(module):
+            part.graph.lint()
+            part.recompile()
+    except Exception as error:
+        error.add_note(f"in the graph pass {entry.name!r}; disable_passes=[{entry.name!r}] skips it")
+        raise
+    if result is None:
+        return PassResult()
+    if not isinstance(result, PassResult):
+        raise TypeError(
+            f"pass {entry.name!r} returned {type(result).__name__}; return a PassResult or None"
+        )
+    return result
+
+
+def _log(position: int, total: int, result: PassResult) -> None:
+    skipped = "".join(f"; skipped {count}: {why}" for why, count in result.skipped.items())
+    log.info(
+        "[%d/%d] %s: %d matched, %d replaced; nodes %d -> %d; %.0f ms%s",
+        position,
+        total,
+        result.name,
+        result.num_matched,
+        result.num_replaced,
+        result.num_nodes_before,
+        result.num_nodes_after,
+        result.time_ms,
+        skipped,
+    )
+
+
+def _count_nodes(module: fx.GraphModule) -> int:
+    return sum(len(part.graph.nodes) for part in fx_utils.walk_graphs(module))
+
+
+def _readable(module: fx.GraphModule) -> str:
+    return module.print_readable(print_output=False, include_stride=True, include_device=True)
+
+
+def _source_of(function: Callable[..., Any]) -> str:
+    """The source of the module that defines a pass: its helpers count too."""
+    try:
+        return inspect.getsource(inspect.getmodule(function) or function)  # type: ignore[arg-type]
+    except (OSError, TypeError):
+        code = getattr(function, "__code__", None)
+        if code is None:
+            raise TypeError(
+                f"cannot identify pass {function!r} for the compile cache: register a function"
+            ) from None
+        return repr((code.co_code, code.co_consts, code.co_names))

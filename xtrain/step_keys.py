@@ -1,0 +1,124 @@
+"""Which key (base seed, step, first sample) a forward of a compiled model draws its masks with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+
+from xtrain import torch_compat
+from xtrain.rng import checked_int
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class StepKey:
+    """The key of one training forward: with a site it gives the mask, with nothing else."""
+
+    base_seed: int
+    step: int
+    first_sample: int
+
+
+class StepKeys:
+    """Hand out one key per training forward; `set_step` binds exactly the next one.
+
+    seed: the run's base seed; None draws one per forward from torch's default CPU generator, so
+    that torch.manual_seed and a restored generator state reproduce the masks.
+    """
+
+    def __init__(self, seed: int | None):
+        self.seed = None if seed is None else checked_int("seed", seed)
+        self._last_step = -1
+        self._pending: tuple[int, int] | None = None
+
+    def set_step(self, step: int, first_sample: int = 0) -> None:
+        """Bind the next training forward to a step and to the samples that it holds."""
+        step = checked_int("step", step)
+        first_sample = checked_int("first_sample", first_sample)
+        if first_sample < 0:
+            raise ValueError(f"first_sample must be 0 or more, got {first_sample}")
+        self._pending = (step, first_sample)
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether set_step has bound the next training forward."""
+        return self._pending is not None
+
+    def advance(self, default_first_sample: int) -> StepKey:
+        """Consume and return the key of a training forward that starts now."""
+        if self._pending is None:
+            step, first_sample = self._last_step + 1, default_first_sample
+        else:
+            step, first_sample = self._pending
+        self._pending = None
+        self._last_step = step
+        if self.seed is not None:
+            return StepKey(self.seed, step, first_sample)
+        base = int(torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64))
+        return StepKey(base, 0, first_sample)
+
+
+@dataclass
+class _Entry(Generic[T]):
+    identity: tuple[object, ...]
+    storages: tuple[torch_compat.StorageRef, ...]
+    value: T
+    replayed: bool = False
+
+
+class ReplayLedger(Generic[T]):
+    """Remember what each forward was keyed with, so that a recompute can be given the same.
+
+    torch.utils.checkpoint around a compiled module calls its forward again during the backward,
+    with the tensors of the first call: same memory, same shape. That is what a call is found by.
+    """
+
+    def __init__(self, capacity: int = 4096):
+        self._entries: list[_Entry[T]] = []
+        self._capacity = capacity
+
+    def record(self, scope: object, tensors: Iterable[torch.Tensor], value: T) -> None:
+        """Remember `value` for a forward of `scope` (any hashable) on these input tensors."""
+        tensors = list(tensors)
+        entry = _Entry(
+            (scope, *map(_identity, tensors)),
+            tuple(torch_compat.StorageRef(t) for t in tensors),
+            value,
+        )
+        self._entries = [
+            e for e in self._entries if not any(s.expired() for s in e.storages)
+        ][-self._capacity + 1 :]
+        self._entries.append(entry)
+
+    def find(self, scope: object, tensors: Iterable[torch.Tensor]) -> T:
+        """Return the value of the forward that a recompute on these tensors repeats.
+
+        Raises:   RuntimeError when no forward, or two with different values, could be meant.
+        """
+        identity = (scope, *map(_identity, tensors))
+        alive = [
+            e
+            for e in self._entries
+            if e.identity == identity and not any(s.expired() for s in e.storages)
+        ]
+        fresh = [e for e in alive if not e.replayed] or alive[-1:]
+        if not fresh or any(e.value != fresh[0].value for e in fresh):
+            found = "several forwards" if fresh else "no forward"
+            raise RuntimeError(
+                f"a compiled model was run during a backward and {found} of it could be the one "
+                "that is being recomputed, so its dropout masks are unknown. Call "
+                "set_step(step, first_sample) before each forward and give each forward its own "
+                "input tensors, or checkpoint inside the model (torch.utils.checkpoint in its "
+                "forward), where the graph recomputes with the same masks by construction."
+            )
+        for entry in fresh:
+            entry.replayed = True
+        return fresh[-1].value
+
+
+def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
+    return (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
