@@ -93,7 +93,6 @@ def test_causal_and_batch_independent():
 
 def test_training_mode_and_dropout_are_never_read_and_nothing_is_drawn():
     tokens = make_tokens(2, 9)
-    state = torch.get_rng_state()
     model = make_model()
     state = torch.get_rng_state()
     expected = model(tokens)[0]
