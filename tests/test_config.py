@@ -1,0 +1,188 @@
+"""Configuration: limits, unknown keys, TOML there and back, overrides, what presets decide."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import FrozenInstanceError, fields
+
+import pytest
+
+from xtrain.config import (
+    PRESET_DEFAULTS,
+    PRESETS,
+    SECTIONS,
+    ConfigError,
+    RunConfig,
+    parse_assignment,
+    resolve,
+)
+
+
+def test_every_field_has_a_default_and_a_meaning():
+    config = RunConfig()
+    for name, section in SECTIONS.items():
+        for item in fields(section):
+            assert item.metadata["meaning"], f"{name}.{item.name}"
+            assert hasattr(getattr(config, name), item.name)
+    with pytest.raises(FrozenInstanceError):
+        config.train.steps = 3
+
+
+def test_presets_are_those_of_the_model():
+    from xtrain import model
+
+    assert tuple(model.PRESETS) == PRESETS == tuple(PRESET_DEFAULTS)
+    for name, defaults in PRESET_DEFAULTS.items():
+        assert defaults["seq_len"] <= model.Config.preset(name).max_seq_len
+
+
+@pytest.mark.parametrize(
+    "name, value, message",
+    [
+        ("train.steps", 0, "train.steps must be at least 1, got 0"),
+        ("train.steps", 2.5, "train.steps must be a whole number, got 2.5"),
+        ("train.steps", True, "train.steps must be a whole number, got True"),
+        ("model.dropout", 1.5, "model.dropout must be at most 1, got 1.5"),
+        ("model.dropout", float("nan"), "model.dropout must be finite, got nan"),
+        ("model.recompute", "half", "model.recompute must be none, full or a number of layers"),
+        ("model.preset", "smal", "did you mean small?"),
+        ("optim.learning_rate", 0.0, "optim.learning_rate must be above 0, got 0.0"),
+        ("optim.schedule", "cosinus", "must be one of cosine, linear, constant, wsd"),
+        ("run.compile", "yes", "run.compile must be true or false, got 'yes'"),
+        ("data.paths", "a.txt", "data.paths must be a list of texts, got 'a.txt'"),
+        ("data.errors", "ignore", "data.errors must be one of strict, replace"),
+    ],
+)
+def test_a_wrong_value_names_its_field(name, value, message):
+    with pytest.raises(ConfigError, match=message.replace("?", r"\?")) as error:
+        RunConfig().override({name: value})
+    assert name in str(error.value)
+
+
+def test_values_that_contradict_each_other():
+    with pytest.raises(ConfigError, match="micro_batch_size must divide train.batch_size"):
+        RunConfig().override({"train.batch_size": 8, "train.micro_batch_size": 3})
+    with pytest.raises(ConfigError, match="train.seq_len 64 is longer than model.max_seq_len 32"):
+        RunConfig().override({"train.seq_len": 64, "model.max_seq_len": 32})
+    with pytest.raises(ConfigError, match="min_learning_rate must be at most"):
+        RunConfig().override({"optim.learning_rate": 1e-3, "optim.min_learning_rate": 1e-2})
+    with pytest.raises(ConfigError, match="warmup_steps 30 is longer than the schedule's 20"):
+        RunConfig().override({"optim.warmup_steps": 30, "train.steps": 20})
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("[trian]\nsteps = 1", "unknown section 'trian' in .*; did you mean train?"),
+        ("[train]\nstep = 1", r"unknown key in \[train\] 'step' in .*; did you mean steps?"),
+        ("train = 3", r"train must be a section \(\[train\]\) in .*, got 3"),
+        ("[train\nsteps = 1", "cannot read the configuration .*line 1"),
+        ("[train]\nsteps = 'x'", "train.steps must be a whole number, got 'x'"),
+    ],
+)
+def test_a_wrong_file_says_where(tmp_path, text, message):
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        RunConfig.load(path)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="cannot read .*nowhere.toml: No such file"):
+        RunConfig.load(tmp_path / "nowhere.toml")
+
+
+def test_toml_there_and_back(tmp_path):
+    config = resolve(
+        RunConfig().override(
+            {
+                "data.paths": ["a b.txt", "quote\"d'#.md"],
+                "optim.learning_rate": 3e-4,
+                "model.recompute": 2,
+                "model.tie_embeddings": False,
+                "run.disable_passes": ["remove_noop_views"],
+            }
+        ),
+        device="cpu",
+        bf16=False,
+    )
+    path = tmp_path / "run.toml"
+    path.write_text(config.to_toml() + '\n[versions]\ntorch = "2"\n')
+    assert RunConfig.load(path) == config
+    assert tomllib.loads(config.to_toml()) == config.to_dict()
+    assert "# per optimiser step, over all ranks" in config.to_toml()
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("train.steps=30", 30),
+        ("optim.learning_rate = 1e-3", 1e-3),
+        ("model.recompute=full", "full"),
+        ("model.recompute=3", 3),
+        ("run.compile=true", True),
+        ("run.name=0042", "0042"),
+        ('data.field="a=b"', "a=b"),
+        ("data.paths=a.txt,b c.md", ["a.txt", "b c.md"]),
+        ('data.paths=["a,b"]', ["a,b"]),
+        ("train.micro_batch_size=none", None),
+    ],
+)
+def test_set_reads_values_by_the_field(text, expected):
+    name, value = parse_assignment(text)
+    assert value == expected and type(value) is type(expected)
+    RunConfig().override({name: value})
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("train.steps", "--set takes section.key=value, got 'train.steps'"),
+        ("train.stpes=3", "unknown key 'train.stpes' in --set; did you mean train.steps"),
+        ("train.learning_rate=3", "did you mean .*optim.learning_rate"),
+        ("zzz=3", "unknown key 'zzz' in --set; known: model.preset"),
+    ],
+)
+def test_set_refuses_what_it_does_not_know(text, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_assignment(text)
+
+
+def test_presets_and_devices_decide_what_is_left_open():
+    on_cpu = resolve(RunConfig(), device="cpu", bf16=True)
+    assert (on_cpu.model.preset, on_cpu.run.dtype, on_cpu.run.deterministic) == (
+        "small",
+        "fp32",
+        True,
+    )
+    on_gpu = resolve(RunConfig(), device="cuda:0", bf16=True)
+    assert (on_gpu.model.preset, on_gpu.run.dtype, on_gpu.run.deterministic) == (
+        "124m",
+        "bf16",
+        False,
+    )
+    assert resolve(RunConfig(), device="cuda:0", bf16=False).run.dtype == "fp32"
+    assert resolve(on_gpu, device="cuda:0", bf16=True) == on_gpu  # a saved run decides no more
+    chosen = RunConfig().override({"train.steps": 50, "optim.warmup_steps": 0, "run.dtype": "bf16"})
+    kept = resolve(chosen, device="cpu", bf16=False)
+    assert (kept.train.steps, kept.optim.warmup_steps, kept.run.dtype) == (50, 0, "bf16")
+    short = resolve(RunConfig().override({"model.max_seq_len": 32}), device="cpu", bf16=False)
+    assert short.train.seq_len == 32
+
+
+def test_micro_batches_divide_the_batch_on_all_ranks():
+    def sizes(world_size=1, **train):
+        values = {f"train.{name}": value for name, value in train.items()}
+        train = resolve(
+            RunConfig().override(values), device="cpu", bf16=False, world_size=world_size
+        ).train
+        return train.batch_size, train.micro_batch_size
+
+    assert sizes() == (8, 8)
+    assert sizes(world_size=2) == (8, 4)
+    assert sizes(batch_size=6) == (6, 6)
+    assert sizes(micro_batch_size=2) == (8, 2)
+    assert sizes(micro_batch_size=3) == (6, 3)
+    assert sizes(micro_batch_size=16) == (16, 16)
+    with pytest.raises(ConfigError, match="train.batch_size must be a multiple of .* got 9"):
+        sizes(batch_size=9, world_size=2)
