@@ -1,0 +1,205 @@
+"""Checkpoints that are complete or absent: a folder per step, written aside and renamed as a set.
+
+    step_00000200/
+        model.safetensors       weights and buffers, under the names of the plain model
+        optimizer.safetensors   "parameter name / entry"
+        rng.safetensors         states of torch's generators
+        state.json              step, configuration, data position, versions
+        manifest.json           size and SHA-256 of each file above, written last
+
+A folder is written under a name that starts with `.tmp-`, every file and the folder are flushed to
+the disk, then the folder is renamed. A kill at any moment leaves either the old set of checkpoints
+or the new one; what a broken disk cuts short is found by the manifest. No pickle: a checkpoint of
+unknown origin runs no code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+FORMAT = 1  # of the folder; raised when an older reader could not read a newer folder
+_FOLDER_NAME = re.compile(r"step_(\d{8,})")
+_TEMP, _OLD = ".tmp-", ".old-"  # names that no reader takes for a checkpoint
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written, found, read or loaded; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What `read` returns: tensors by file stem, and the contents of state.json."""
+
+    path: Path
+    step: int
+    tensors: dict[str, dict[str, Tensor]]
+    state: dict[str, Any]
+
+
+def write(
+    folder: Path,
+    step: int,
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    state: Mapping[str, Any],
+    *,
+    keep_last: int,
+) -> Path:
+    """Write the checkpoint of `step` finished steps and drop all but the newest keep_last.
+
+    Args:     tensors: file stem -> name -> tensor, such as {"model": ..., "optimizer": ...}.
+              state: anything JSON holds; "format" and "step" are added.
+    Raises:   CheckpointError when the disk is full or refuses; older checkpoints are intact then.
+    """
+    final = folder / f"step_{step:08d}"
+    temp = folder / f"{_TEMP}{final.name}-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(folder)
+        temp.mkdir()
+        _write_files(temp, tensors, {"format": FORMAT, "step": step, **state})
+        if final.exists():  # a broken one that a resume passed over
+            os.rename(final, folder / f"{_OLD}{final.name}-{os.getpid()}")
+        os.rename(temp, final)
+        _flush(folder)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temp, ignore_errors=True)
+        reason = getattr(error, "strerror", None) or error
+        kept = steps(folder)
+        newest = f"the newest is {folder / kept[-1][1].name}" if kept else "there is none yet"
+        raise CheckpointError(
+            f"cannot write the checkpoint of step {step} to {final}: {reason}. Earlier "
+            f"checkpoints are untouched ({newest}); free some space and resume"
+        ) from error
+    _remove_leftovers(folder)
+    for _, path in steps(folder)[:-keep_last]:
+        _discard(path)
+    return final
+
+
+def steps(folder: Path) -> list[tuple[int, Path]]:
+    """Return (step, folder) of everything that has a checkpoint's name, oldest first."""
+    if not folder.is_dir():
+        return []
+    found = [(match, path) for path in folder.iterdir() if (match := _match(path))]
+    return sorted((int(match[1]), path) for match, path in found)
+
+
+def newest_complete(folder: Path) -> tuple[Path | None, list[str]]:
+    """Return the newest complete checkpoint, and why each newer one was passed over."""
+    passed_over: list[str] = []
+    for _, path in reversed(steps(folder)):
+        reason = defect(path)
+        if reason is None:
+            return path, passed_over
+        passed_over.append(f"{path}: {reason}")
+    return None, passed_over
+
+
+def defect(path: Path) -> str | None:
+    """Return what is wrong with a checkpoint's files, None if they are as they were written."""
+    try:
+        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+        files = manifest["files"]
+        if manifest["format"] > FORMAT:
+            return f"written by a newer xtrain (format {manifest['format']})"
+        for name, expected in files.items():
+            size = (path / name).stat().st_size
+            if size != expected["bytes"]:
+                return f"{name} has {size} bytes, not {expected['bytes']}"
+        for name, expected in files.items():
+            if _sha256(path / name) != expected["sha256"]:
+                return f"{name} is damaged (its SHA-256 differs)"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"manifest.json is unreadable ({error})"
+    return None
+
+
+def read(path: Path) -> Checkpoint:
+    """Read a checkpoint into CPU memory after checking every byte of it.
+
+    Raises: CheckpointError saying which file is missing or damaged.
+    """
+    reason = defect(path)
+    if reason is not None:
+        raise CheckpointError(f"{path} is not a complete checkpoint: {reason}")
+    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    tensors = {file.stem: load_file(file) for file in sorted(path.glob("*.safetensors"))}
+    return Checkpoint(path=path, step=state["step"], tensors=tensors, state=state)
+
+
+def _write_files(
+    folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]
+) -> None:
+    files = {}
+    for stem, group in tensors.items():
+        path = folder / f"{stem}.safetensors"
+        # what safetensors takes: contiguous, and no two tensors in one storage
+        save_file({name: _own_storage(t) for name, t in group.items()}, path, {"format": "pt"})
+        files[path.name] = path
+    files["state.json"] = _write_json(folder / "state.json", state)
+    manifest = {
+        "format": FORMAT,
+        "files": {
+            name: {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+            for name, path in files.items()
+        },
+    }
+    for path in (*files.values(), _write_json(folder / "manifest.json", manifest), folder):
+        _flush(path)
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> Path:
+    path.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    return path
+
+
+def _own_storage(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach().contiguous()
+    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return tensor if whole else tensor.clone()
+
+
+def _flush(path: Path) -> None:
+    """Wait until the contents of a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _match(path: Path) -> re.Match[str] | None:
+    return _FOLDER_NAME.fullmatch(path.name)
+
+
+def _discard(path: Path) -> None:
+    """Delete a checkpoint; renamed first, so that a kill half-way leaves no half of one."""
+    aside = path.with_name(f"{_OLD}{path.name}-{os.getpid()}")
+    os.rename(path, aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Delete what a killed save or deletion left behind; one process writes to a run's folder."""
+    for path in folder.iterdir():
+        if path.name.startswith((_TEMP, _OLD)):
+            shutil.rmtree(path, ignore_errors=True)
