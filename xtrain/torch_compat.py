@@ -165,6 +165,12 @@ def fresh_entry(function: types.FunctionType, name: str) -> types.FunctionType:
     return types.FunctionType(code, function.__globals__, name)
 
 
+def source_name(node: torch.fx.Node) -> str:
+    """Return where a placeholder's value comes from ("L['self'].weight"), "" if unknown."""
+    name = getattr(getattr(node, "_dynamo_source", None), "name", "")
+    return str(name() if callable(name) else name)  # a method up to torch 2.11
+
+
 def trace_config(**overrides: Any) -> Any:
     """Patch Dynamo's configuration for the frames that are traced inside the context."""
     return torch._dynamo.config.patch(**overrides)

@@ -21,7 +21,7 @@ OPS: dict[str, Op] = {op.name: op for op in (_dropout.OP,)}
 
 def _source_hash() -> str:
     """Return a hash of the code that inductor may have compiled into kernels cached on disk."""
-    sources = sorted(Path(__file__).parent.glob("*.py"))
+    sources = [*sorted(Path(__file__).parent.glob("*.py")), Path(torch_compat.__file__)]
     return sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
 
 

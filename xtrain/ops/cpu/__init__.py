@@ -31,7 +31,7 @@ def dropout(x: Tensor, threshold: int, scale: float, seed: Tensor, offset: Tenso
     if helper is None or code is None:
         return None
     x = x.contiguous()
-    out = torch.empty_like(x)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)  # empty_like would keep odd strides
     helper(
         out.data_ptr(),
         x.data_ptr(),

@@ -1,0 +1,44 @@
+"""Shared fixtures: fixed seeds, the devices a test runs on, and what becomes of `gpu` tests."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+HAS_CUDA = torch.cuda.is_available()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if HAS_CUDA:
+        return
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu_items:
+        config.hook.pytest_deselected(items=gpu_items)
+        items[:] = [item for item in items if item not in set(gpu_items)]
+
+
+def pytest_report_header() -> str:
+    gpu = "run" if HAS_CUDA else "are deselected: torch finds no CUDA device"
+    return f"torch {torch.__version__}, {torch.get_num_threads()} threads; gpu tests {gpu}"
+
+
+@pytest.fixture(autouse=True)
+def fixed_seeds():
+    """Every test starts from the same random state and leaves no compiled code behind.
+
+    Without the reset a test's number of recompilations would depend on the tests before it.
+    """
+    torch.manual_seed(0)
+    np.random.seed(0)
+    yield
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Each device in turn; the CUDA half carries the `gpu` marker."""
+    return torch.device(request.param)

@@ -1,0 +1,74 @@
+"""The dropout kernel under Triton's interpreter, on CPU tensors.
+
+Run by test_triton_dropout.py in a process of its own with TRITON_INTERPRET=1: Triton reads the
+switch when a kernel is defined, and other tests compile the same kernels ahead of time.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import triton.runtime.interpreter as interpreter
+from mask_oracle import keep_mask
+
+from xtrain.ops.dropout import dropout_reference, scale_of, threshold_of
+from xtrain.ops.triton.dropout import dropout_bwd, dropout_fwd
+
+SEED = -7046029254386353131
+
+
+@pytest.fixture(autouse=True)
+def bf16_rounds_to_nearest(monkeypatch):
+    """The interpreter cuts fp32 off to bf16; a GPU rounds to nearest even."""
+    convert = interpreter._convert_float
+
+    def rounding(data, source, target, mode):
+        if (str(source), str(target)) != ("fp32", "bf16"):
+            return convert(data, source, target, mode)
+        rounded = torch.from_numpy(np.ascontiguousarray(data)).to(torch.bfloat16)
+        return rounded.view(torch.int16).numpy().view(np.uint16)
+
+    monkeypatch.setattr(interpreter, "_convert_float", rounding)
+
+
+def launch(function, x, p, seed, offset):
+    return function(
+        x, threshold_of(p), scale_of(p), torch.tensor(seed), torch.tensor(np.int64(offset))
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_outputs_equal_reference(dtype):
+    for n in (1, 11, 1000, 4099):
+        x = torch.randn(n, dtype=torch.float64).to(dtype)
+        for p in (0.1, 0.5, 1.0):
+            expected = dropout_reference(x, p, SEED, 5)
+            assert torch.equal(launch(dropout_fwd, x, p, SEED, 5), expected)
+            assert torch.equal(launch(dropout_bwd, x, p, SEED, 5), expected)
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 5, 7), (10007,), (1024, 1000)], ids=str)
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_mask_equals_oracle(shape, p):
+    """Row C3. The last shape takes several blocks per program."""
+    # the interpreter takes milliseconds per program: one offset for the large shape
+    for offset in (2**31 - 3,) if len(shape) == 2 else (0, 2**31 - 3, 2**32 + 1, -9):
+        mask = launch(dropout_fwd, torch.ones(shape), p, SEED, offset) != 0
+        assert (mask.numpy() == keep_mask(shape, p, SEED, offset)).all()
+
+
+def test_seed_is_read_by_value_not_by_address():
+    x = torch.ones(5000)
+    a, b = torch.tensor(77), torch.tensor([1, 77])[1]
+    outs = [dropout_fwd(x, threshold_of(0.5), 2.0, seed, torch.tensor(0)) for seed in (a, b)]
+    assert torch.equal(outs[0], outs[1])
+    assert ((outs[0] != 0).numpy() == keep_mask(5000, 0.5, 77)).all()
+
+
+def test_dropped_nan_gives_plus_zero():
+    keep = torch.from_numpy(keep_mask(1000, 0.5, SEED))
+    for value in (float("nan"), float("inf"), -1.0):
+        out = launch(dropout_fwd, torch.full((1000,), value), 0.5, SEED, 0)
+        assert set(out[~keep].view(torch.int32).tolist()) == {0}
+        assert torch.equal(out[keep].isnan(), torch.full((int(keep.sum()),), value).isnan())

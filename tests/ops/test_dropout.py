@@ -1,0 +1,266 @@
+"""xtrain.ops.dropout: values, gradients, masks, compilation, errors."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from mask_oracle import keep_mask
+from torch import Tensor
+
+from xtrain.ops import OPS, dropout, dropout_mask
+from xtrain.ops.dropout import (
+    dropout_decomposition,
+    dropout_reference,
+    scale_of,
+    threshold_of,
+)
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "dropout_masks.json").read_text())
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+SEED = -7046029254386353131
+
+
+def scalar(value: int, device: torch.device | str = "cpu") -> Tensor:
+    return torch.tensor(value, dtype=torch.int64, device=device)
+
+
+def mask_of(out: Tensor) -> np.ndarray:
+    """The keep mask of an output whose input had no zeros."""
+    return (out != 0).cpu().numpy()
+
+
+def bits(x: Tensor) -> bytes:
+    return x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+# --- forward ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("row", GOLDEN["masks"], ids=lambda r: f"seed{r['seed']}-p{r['p']}")
+def test_forward_golden_masks(row, device):
+    mask = dropout_mask(row["n"], row["p"], row["seed"], device=device).cpu().numpy()
+    packed = np.packbits(mask, bitorder="little").tobytes()
+    assert int(mask.sum()) == row["kept"]
+    assert hashlib.sha256(packed).hexdigest() == row["sha256"]
+
+
+def test_forward_golden_windows(device):
+    for row in GOLDEN["windows"]:
+        mask = dropout_mask(row["n"], row["p"], row["seed"], row["first_index"], device=device)
+        assert "".join("01"[int(b)] for b in mask.tolist()) == row["keep_bits"], row
+
+
+@pytest.mark.parametrize("function", [dropout, dropout_reference, dropout_decomposition])
+def test_forward_golden_outputs(function, device):
+    x = torch.tensor([((i * 37) % 101 - 50) / 8 for i in range(48)], dtype=torch.float64)
+    for row in GOLDEN["outputs"]["rows"]:
+        typed = x.to(device, getattr(torch, row["dtype"]))
+        out = function(typed, row["p"], scalar(row["seed"], device), scalar(0, device))
+        assert out.dtype == typed.dtype
+        assert out.double().tolist() == row["out"], row
+
+
+@pytest.mark.parametrize("shape", [(7,), (11,), (3, 5, 7), (100003,), (1024, 1000)], ids=str)
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_forward_mask_equals_oracle(shape, p, device):
+    x = torch.ones(shape, device=device)
+    for offset in (0, 5, 2**31 - 3, 2**32 + 1, -9, 2**63):
+        expected = keep_mask(shape, p, SEED, offset)
+        assert (mask_of(dropout(x, p, SEED, offset)) == expected).all()
+    assert (dropout_mask(shape, p, SEED, 2**63, device=device).cpu().numpy() == expected).all()
+
+
+@pytest.mark.parametrize(
+    "p",
+    [1e-50, 1e-9, 2**-25, 2**-24, 0.3, 1 - 2**-24, 1 - 2**-25, 1 - 2**-26, 1 - 1e-12],
+    ids=lambda p: f"{p:.17g}",
+)
+def test_forward_float32_of_p_decides(p, device):
+    """p is rounded to fp32 in the comparison alone: 1 - 2^-26 drops all, 1e-50 nothing."""
+    expected = keep_mask(4096, p, 3)
+    out = dropout(torch.ones(4096, dtype=torch.float64, device=device), p, 3)
+    assert (mask_of(out) == expected).all()
+    assert torch.equal(out, dropout_reference(torch.ones_like(out), p, 3))
+    kept = out[torch.from_numpy(expected).to(device)]
+    assert (kept == 1.0 / (1.0 - p)).all()
+
+
+@pytest.mark.parametrize("p", [0.1, 0.15, 0.9])
+def test_threshold_is_the_float_comparison(p):
+    draws = np.arange(2**24, dtype=np.float32) * np.float32(2.0**-24)
+    assert int((draws < np.float32(p)).sum()) == threshold_of(p)
+    assert scale_of(p) == 1.0 / (1.0 - p)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_forward_selects_and_rounds_once(dtype, device):
+    """A dropped NaN or infinity gives +0; kept values are the product in c, rounded once."""
+    x = torch.randn(4096, dtype=torch.float64).to(dtype)
+    x[::5], x[1::5], x[2::5] = math.nan, math.inf, -math.inf
+    keep = torch.from_numpy(keep_mask(4096, 0.1, 1))
+    out = dropout(x.to(device), 0.1, 1).cpu()
+    c = torch.float64 if dtype == torch.float64 else torch.float32
+    # NumPy has no bf16: the product in c is NumPy's, the last rounding torch's
+    product = x.to(c).numpy() * c_scalar(1.0 / (1.0 - 0.1), c)
+    expected = torch.from_numpy(product).to(dtype)
+    assert torch.equal(out[keep].nan_to_num(7.0), expected[keep].nan_to_num(7.0))
+    assert torch.equal(out[keep].isnan(), x[keep].isnan())
+    assert set(bits(out[~keep])) == {0}
+
+
+def c_scalar(value: float, dtype: torch.dtype) -> np.floating:
+    return np.float64(value) if dtype == torch.float64 else np.float32(value)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_forward_every_half_value(dtype, device):
+    """All 65536 bit patterns: subnormals, ties, overflow to infinity."""
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    for p in (0.1, 0.5, 0.75):
+        keep = torch.from_numpy(keep_mask(2**16, p, 2))
+        expected = torch.where(keep, x.float() * (1.0 / (1.0 - p)), 0.0).to(dtype)
+        out = dropout(x.to(device), p, 2).cpu()
+        assert torch.equal(out.isnan(), expected.isnan())
+        number = ~expected.isnan()
+        assert bits(out[number]) == bits(expected[number])
+
+
+# --- backward -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
+def test_backward_finite_differences(p, device):
+    x = torch.randn(3, 7, dtype=torch.float64, device=device, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda t: dropout(t, p, 11, 5), (x,))
+    assert torch.autograd.gradgradcheck(lambda t: dropout(t, p, 11, 5), (x,))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_backward_same_mask_and_bits_as_a_cached_mask(dtype, device):
+    x = torch.randn(100, 33, device=device).to(dtype).requires_grad_()
+    dy = torch.randn(100, 33, device=device).to(dtype)
+    (dx,) = torch.autograd.grad(dropout(x, 0.1, SEED, 3), x, dy)
+    (expected,) = torch.autograd.grad(dropout_reference(x, 0.1, SEED, 3), x, dy)
+    assert bits(dx) == bits(expected)
+    (ones,) = torch.autograd.grad(dropout(x, 0.1, SEED, 3), x, torch.ones_like(x))
+    assert (mask_of(ones) == keep_mask((100, 33), 0.1, SEED, 3)).all()
+
+
+def test_backward_saves_seed_and_offset_alone(device):
+    saved: list[Tensor] = []
+    x = torch.randn(1000, device=device, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        dropout(x, 0.1, 3)
+    assert [t.dim() for t in saved] == [0, 0]
+
+
+# --- strides ------------------------------------------------------------------------------------
+
+
+def test_opcheck_strided(device):
+    """The index is the logical one: a view gives the mask of its values, in any layout."""
+    base = torch.randn(6, 4, 10, device=device)
+    views = [base.transpose(0, 2), base[..., ::2], base[1:, :, 3:], base[:1].expand(6, 4, 10)]
+    for view in views:
+        x = view.detach().requires_grad_()
+        dy = torch.randn(view.shape, device=device).transpose(0, 2).contiguous().transpose(0, 2)
+        out = dropout(x, 0.4, SEED, 1)
+        assert out.is_contiguous()
+        assert bits(out) == bits(dropout(view.contiguous(), 0.4, SEED, 1))
+        (dx,) = torch.autograd.grad(out, x, dy)
+        assert bits(dx) == bits(dropout(dy.contiguous(), 0.4, SEED, 1))
+        torch.library.opcheck(
+            OPS["dropout"].forward, (x, 0.4, scalar(1, device), scalar(2, device))
+        )
+
+
+# --- edges and statistics -----------------------------------------------------------------------
+
+
+def one_and_zero(xs: list[Tensor], seed: Tensor) -> list[Tensor]:
+    return [dropout(x, p, seed) for x, p in zip(xs, (1.0, 1.0, 0.0, 0.0), strict=True)]
+
+
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+def test_edge_p_one_and_zero(mode, device):
+    """Row C5: p = 1 gives zeros and zero gradients; p = 0 a bitwise copy of x and of grad_out."""
+    function = one_and_zero if mode == "eager" else torch.compile(one_and_zero, fullgraph=True)
+    x = torch.tensor([1.0, -2.0, 3.0, math.inf, -0.0], device=device)
+    dy = torch.tensor([0.5, math.nan, -0.0, math.inf, 7.0], device=device)
+    dtypes = (torch.float32, torch.bfloat16) * 2
+    xs = [x.to(dtype).clone().requires_grad_() for dtype in dtypes]
+    dys = [dy.to(dtype) for dtype in dtypes]
+    outs = function(xs, scalar(5, device))
+    grads = torch.autograd.grad(outs, xs, dys)
+    for i in (0, 1):
+        assert set(bits(outs[i])) == set(bits(grads[i])) == {0}
+    for i in (2, 3):
+        assert bits(outs[i]) == bits(xs[i]) and bits(grads[i]) == bits(dys[i])
+        assert outs[i].data_ptr() != xs[i].data_ptr()
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (4, 0), (0, 3), (1025,), (65537,), (300007,)])
+def test_edge_shapes(shape, device):
+    x = torch.ones(shape, device=device, requires_grad=True)
+    out = dropout(x, 0.25, SEED)
+    assert out.shape == x.shape and (mask_of(out) == keep_mask(shape, 0.25, SEED)).all()
+    (dx,) = torch.autograd.grad(out.sum(), x)
+    assert (mask_of(dx) == mask_of(out)).all()
+
+
+def test_mask_depends_on_seed_value_and_offset_only(device):
+    x = torch.ones(4096, device=device)
+    a, b = scalar(77, device), torch.tensor([1, 77], device=device)[1]
+    assert a.data_ptr() != b.data_ptr()
+    assert torch.equal(dropout(x, 0.5, a), dropout(x, 0.5, b))
+    assert torch.equal(dropout(x, 0.5, 77), dropout(x, 0.5, 77 + 2**64))
+    assert not torch.equal(dropout(x, 0.5, 77), dropout(x, 0.5, 78))
+    assert torch.equal(dropout(x, 0.5, 77)[1000:], dropout(x[1000:], 0.5, 77, offset=1000))
+    assert torch.equal(dropout(x, 0.5, 77, -5)[5:], dropout(x, 0.5, 77)[:-5])
+
+
+def test_mean_is_x_and_rate_is_p(device):
+    x = torch.randn(500, dtype=torch.float64, device=device)
+    num_seeds = 400
+    for p in (0.1, 0.5):
+        mean = torch.stack([dropout(x, p, seed) for seed in range(num_seeds)]).mean(0)
+        sigma = x.abs() * math.sqrt(p / (1 - p) / num_seeds)
+        assert ((mean - x).abs() <= 5 * sigma).all()
+        n = 2**20
+        kept = int(dropout_mask(n, p, 123, device=device).sum())
+        assert abs(kept / n - (1 - p)) <= 5 * math.sqrt(p * (1 - p) / n)
+
+
+# --- errors -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("p", [-0.1, 1.1, math.nan, math.inf])
+@pytest.mark.parametrize("mode", ["eager", "graph breaks allowed", "fullgraph", "mask"])
+def test_errors_p(p, mode):
+    function = {
+        "eager": dropout,
+        "graph breaks allowed": torch.compile(dropout),
+        "fullgraph": torch.compile(dropout, fullgraph=True),
+        "mask": lambda x, p, seed: dropout_mask(x.shape, p, seed),
+    }[mode]
+    with pytest.raises(ValueError, match=r"p must be in \[0, 1\], got"):
+        function(torch.ones(4), p, scalar(1))
+
+
+@pytest.mark.parametrize("bad", [True, 1.5, None, "7", torch.tensor(1.0), torch.tensor([1])])
+def test_errors_seed_and_offset(bad):
+    with pytest.raises(TypeError, match="seed must be an int or a 0-d int64 tensor"):
+        dropout(torch.ones(4), 0.5, bad)
+    with pytest.raises(TypeError, match="offset must be an int or a 0-d int64 tensor"):
+        dropout(torch.ones(4), 0.5, 1, bad)
+
+
+def test_errors_integer_input():
+    with pytest.raises(ValueError, match="x must be a tensor of floats, got torch.int64"):
+        dropout(torch.ones(4, dtype=torch.int64), 0.5, 1)

@@ -1,0 +1,92 @@
+"""opcheck and exact strides for every op, forward and backward, in every layout and dtype."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from samples import DTYPES, LAYOUTS, SAMPLES, maker
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from xtrain.ops import OPS
+
+
+def differentiable(value: Any) -> Any:
+    """A leaf in value's layout that wants a gradient, if value is a float tensor."""
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.detach().requires_grad_()
+    return value
+
+
+class RecordCalls(TorchDispatchMode):
+    """Keeps the arguments of each call of one op."""
+
+    def __init__(self, op: torch._ops.OpOverload) -> None:
+        super().__init__()
+        self.op = op
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is self.op:
+            self.calls.append(args)
+        return func(*args, **(kwargs or {}))
+
+
+def backward_arguments(name: str, args: tuple[Any, ...], make) -> list[tuple[Any, ...]]:
+    """What backward of this forward call hands to the backward op, with gradients in the layout."""
+    args = pytree.tree_map(differentiable, args)
+    outputs = [t for t in pytree.tree_leaves(OPS[name].forward(*args)) if t.requires_grad]
+    grads = [make(*t.shape).to(t.dtype) if t.dim() else torch.ones_like(t) for t in outputs]
+    with RecordCalls(OPS[name].backward) as record:
+        torch.autograd.backward(outputs, grads)
+    assert record.calls, f"backward of {name} did not call {OPS[name].backward}"
+    return record.calls
+
+
+def has_empty_tensor(args: tuple[Any, ...]) -> bool:
+    return any(isinstance(a, Tensor) and a.numel() == 0 for a in pytree.tree_leaves(args))
+
+
+def assert_fake_equals_real(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:
+    real = pytree.tree_leaves(op(*args))
+    with FakeTensorMode() as mode:
+        fake_args = pytree.tree_map_only(Tensor, mode.from_tensor, args)
+        fake = pytree.tree_leaves(op(*fake_args))
+    for r, f in zip(real, fake, strict=True):
+        if not isinstance(r, Tensor):
+            assert r == f
+            continue
+        assert (f.shape, f.stride(), f.dtype) == (r.shape, r.stride(), r.dtype), op
+        assert f.storage_offset() == r.storage_offset()
+
+
+def test_every_op_has_samples():
+    assert set(SAMPLES) == set(OPS)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", OPS)
+def test_fake_strides_equal_real(name, layout, dtype):
+    make = maker(layout, dtype)
+    for args in SAMPLES[name](make):
+        assert_fake_equals_real(OPS[name].forward, args)
+        for call in backward_arguments(name, args, make):
+            assert_fake_equals_real(OPS[name].backward, call)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", OPS)
+def test_opcheck(name, layout, dtype):
+    make = maker(layout, dtype)
+    for args in SAMPLES[name](make):
+        if layout == "padded" and has_empty_tensor(args):
+            continue  # opcheck itself cannot clone an empty tensor whose rows are padded
+        torch.library.opcheck(OPS[name].forward, pytree.tree_map(differentiable, args))
+        for call in backward_arguments(name, args, make):
+            torch.library.opcheck(OPS[name].backward, call)
