@@ -71,8 +71,11 @@ class Call:
 class Session:
     """What the graphs of one compiled model share: options, keys, sites, the running call."""
 
-    def __init__(self, model: nn.Module, options: Options, keys: StepKeys):
+    def __init__(
+        self, model: nn.Module, options: Options, keys: StepKeys, *, per_block: bool = False
+    ):
         self.model = model
+        self.per_block = per_block
         self.options = options
         self.keys = keys
         self.blocks = Blocks(model)
@@ -138,9 +141,8 @@ class Backend:
         # Dynamo shows this name in logs and errors.
         self.__name__ = "xtrain_train" if training else "xtrain_eval"
 
-    def __call__(
-        self, module: fx.GraphModule, example_inputs: Sequence[Any]
-    ) -> Callable[..., Any]:
+    def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile one of Dynamo's graphs; the module itself is left as it is."""
         session, options = self.session, self.session.options
         report = session.report
         if self.training:
@@ -187,9 +189,7 @@ class Backend:
         )
         return passes.order([builtin], options.passes, options.disable_passes)
 
-    def _run_passes(
-        self, module: fx.GraphModule
-    ) -> tuple[InsertResult, list[passes.PassResult]]:
+    def _run_passes(self, module: fx.GraphModule) -> tuple[InsertResult, list[passes.PassResult]]:
         inserted = InsertResult()
         dump = self.session.options.dump_graphs
         if dump is not None:
@@ -247,6 +247,8 @@ class Seeds:
         self._index = {node: i for i, node in enumerate(nodes)}
         self._sizes = _SizeReader(nodes)
         self._blocks = [self._static_block(slot) for slot in slots]
+        # A graph of the whole model is recomputed through the model's forward, which knows its key.
+        self.is_whole = _is_entry(module) and not session.per_block
         self.num_rows = sum(slot.covered_by == "xtrain" for slot in slots)
         self.device = torch.device("cpu")
         for node in nodes:
@@ -278,18 +280,17 @@ class Seeds:
 
     def tensor(self, inputs: Sequence[Any]) -> torch.Tensor:
         """Return a fresh seeds tensor: a buffer changed in place would break a second forward."""
-        activations = [
-            x for x in inputs if isinstance(x, torch.Tensor) and not isinstance(x, nn.Parameter)
-        ]
         call = self.session.call
+        tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
         if call is None:
-            return self.session.ledger.find(id(self), activations)
+            return self.session.ledger.find(id(self), tensors)
         seeds = torch.tensor(self.numbers(call, inputs), dtype=torch.int64)
         if self.device.type == "cuda":
             seeds = seeds.pin_memory().to(self.device, non_blocking=True)
         elif self.device.type != "cpu":
             seeds = seeds.to(self.device)
-        self.session.ledger.record(id(self), activations, seeds)
+        if not self.is_whole:
+            self.session.ledger.record(id(self), tensors, seeds)
         return seeds
 
     def numbers(self, call: Call, inputs: Sequence[Any]) -> list[int]:
@@ -334,9 +335,7 @@ class Seeds:
             "Compile the whole model without graph breaks."
         )
 
-    def _per_sample(
-        self, slot: SiteSlot, site: Site, call: Call, inputs: Sequence[Any]
-    ) -> int:
+    def _per_sample(self, slot: SiteSlot, site: Site, call: Call, inputs: Sequence[Any]) -> int:
         shape = self._sizes.evaluate(slot.branch_shape, inputs)
         if shape[0] % call.batch:
             raise ValueError(

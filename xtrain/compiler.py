@@ -15,7 +15,6 @@ import copy
 import functools
 import inspect
 import math
-import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -134,11 +133,10 @@ class CompiledModel(nn.Module):
         own["_inner"] = model
         for shared in ("_parameters", "_buffers", "_modules"):
             own[shared] = model.__dict__[shared]
-        own["_session"] = Session(model, options, StepKeys(seed))
+        own["_session"] = Session(model, options, StepKeys(seed), per_block=per_block)
         own["_group"] = data_parallel_group
         own["_replays"] = ReplayLedger[StepKey]()
         own["_shapes"] = None
-        own["_per_block"] = per_block
         torch_compat.ignore_logging_calls()
         if per_block:
             _compile_each_block(self._session)
@@ -193,7 +191,7 @@ class CompiledModel(nn.Module):
         call = self._begin(tensors) if training else None
         self._note_shapes(tensors)
         with _running(session, call), _clean_errors():
-            with torch_compat.trace_config(**_trace_overrides(self._per_block)):
+            with torch_compat.trace_config(**_trace_overrides(self._session.per_block)):
                 result = self._entries[training](*args, **kwargs)
         if call is not None:
             _check_executed(session, call)
@@ -227,7 +225,7 @@ class CompiledModel(nn.Module):
     # --- what is the model's --------------------------------------------------------------------
 
     @property
-    def training(self) -> bool:  # type: ignore[override]
+    def training(self) -> bool:
         """Whether the inner model is in training mode."""
         return self._inner.training
 
@@ -287,7 +285,7 @@ class CompiledModel(nn.Module):
             session.options,
             session.keys.seed,
             self._group,
-            per_block=self._per_block,
+            per_block=session.per_block,
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -383,7 +381,7 @@ def _call_block(_xtrain_model: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _compiled_entry(
-    session: Session, training: bool, function: types.FunctionType
+    session: Session, training: bool, function: Callable[..., Any]
 ) -> Callable[..., Any]:
     name = f"xtrain_{type(session.model).__name__}_{'train' if training else 'eval'}"
     return torch.compile(
@@ -413,19 +411,16 @@ def _compile_each_block(session: Session) -> None:
             if key not in entries:
                 entries[key] = _compiled_entry(session, training, _call_block)
         by_mode = {mode: entries[type(block), mode] for mode in (True, False)}
-        block.forward = _BlockForward(session, block, by_mode)  # type: ignore[method-assign]
+        block.forward = _BlockForward(session, block, by_mode)
 
 
 class _BlockForward:
     """The forward of one block of a model that is compiled block by block."""
 
-    def __init__(
-        self, session: Session, block: nn.Module, entries: dict[bool, Callable[..., Any]]
-    ):
+    def __init__(self, session: Session, block: nn.Module, entries: dict[bool, Callable[..., Any]]):
         self._session = session
         self._block = block
         self._entries = entries
-        self._keys = ReplayLedger[Call]()
         self.__signature__ = inspect.signature(type(block).forward.__get__(block))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -490,11 +485,15 @@ def _check_executed(session: Session, call: Call) -> None:
 
 
 def _check_blocks_agree(session: Session) -> None:
+    """Blocks of one class in one list must have equally many sites.
+
+    Across lists they need not: the blocks of an encoder and a decoder can share a class.
+    """
     counts = Counter(block for block, _ in session.sites)
-    by_class: dict[str, dict[str, int]] = {}
+    groups: dict[tuple[str, str], dict[str, int]] = {}
     for path, class_name in session.blocks.class_names.items():
-        by_class.setdefault(class_name, {})[path] = counts.get(path, 0)
-    for class_name, per_block in by_class.items():
+        groups.setdefault((class_name, path.rpartition(".")[0]), {})[path] = counts.get(path, 0)
+    for (class_name, _), per_block in groups.items():
         if len(set(per_block.values())) > 1:
             listed = ", ".join(f"{path}: {n}" for path, n in per_block.items())
             raise SiteError(

@@ -77,7 +77,7 @@ class ReplayLedger(Generic[T]):
     with the tensors of the first call: same memory, same shape. That is what a call is found by.
     """
 
-    def __init__(self, capacity: int = 4096):
+    def __init__(self, capacity: int = 1024):
         self._entries: list[_Entry[T]] = []
         self._capacity = capacity
 
@@ -89,10 +89,10 @@ class ReplayLedger(Generic[T]):
             tuple(torch_compat.StorageRef(t) for t in tensors),
             value,
         )
-        self._entries = [
-            e for e in self._entries if not any(s.expired() for s in e.storages)
-        ][-self._capacity + 1 :]
         self._entries.append(entry)
+        if len(self._entries) > self._capacity:
+            alive = [e for e in self._entries if not any(s.expired() for s in e.storages)]
+            self._entries = alive[-self._capacity // 2 :]
 
     def find(self, scope: object, tensors: Iterable[torch.Tensor]) -> T:
         """Return the value of the forward that a recompute on these tensors repeats.
@@ -106,7 +106,7 @@ class ReplayLedger(Generic[T]):
             if e.identity == identity and not any(s.expired() for s in e.storages)
         ]
         fresh = [e for e in alive if not e.replayed] or alive[-1:]
-        if not fresh or any(e.value != fresh[0].value for e in fresh):
+        if not fresh or not all(_same(e.value, fresh[0].value) for e in fresh):
             found = "several forwards" if fresh else "no forward"
             raise RuntimeError(
                 f"a compiled model was run during a backward and {found} of it could be the one "
@@ -118,6 +118,12 @@ class ReplayLedger(Generic[T]):
         for entry in fresh:
             entry.replayed = True
         return fresh[-1].value
+
+
+def _same(a: object, b: object) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a is b or torch.equal(a, b)
+    return a == b
 
 
 def _identity(tensor: torch.Tensor) -> tuple[object, ...]:

@@ -155,7 +155,7 @@ class StorageRef:
         return self._ref.expired()
 
 
-def fresh_entry(function: types.FunctionType, name: str) -> types.FunctionType:
+def fresh_entry(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Return a copy of function with a code object of its own.
 
     Dynamo keeps its compiled variants, and their recompile limit, per code object: with a shared
@@ -225,7 +225,9 @@ def fake_like_inputs(example_inputs: Sequence[Any], value: torch.Tensor) -> torc
 def inner_backend(
     name: str, *, mode: str | None, options: dict[str, Any], dynamic: bool | None
 ) -> Callable[..., Callable[..., Any]]:
-    """Return torch's own backend "inductor" | "aot_eager" | "eager" as (module, inputs) -> callable.
+    """Return one of torch's own backends as (module, inputs) -> callable.
+
+    Args:     name: "inductor" | "aot_eager" | "eager".
 
     For inductor, the bf16 roundings between ops that eager does are kept (design.md, E2), unless
     the options say otherwise.
@@ -241,7 +243,9 @@ def cache_key_tag(tag: str) -> Any:
     """Make torch's compile caches on disk depend on `tag` for what is compiled in the context."""
     import torch.compiler.config as compiler_config
 
-    return compiler_config.patch(cache_key_tag=compiler_config.cache_key_tag + tag)
+    return compiler_config.patch(  # type: ignore[attr-defined]
+        cache_key_tag=compiler_config.cache_key_tag + tag
+    )
 
 
 def active_ddp_module() -> Any | None:
@@ -258,8 +262,11 @@ def ddp_backend(ddp_module: Any, backend: Callable[..., Any]) -> Callable[..., A
     """
     from torch._dynamo.backends.distributed import DDPOptimizer
 
+    cap = ddp_module.bucket_bytes_cap
+    # The first bucket is smaller by default, and may not be larger than the others.
+    first = min(cap, torch.distributed._DEFAULT_FIRST_BUCKET_BYTES)
     return DDPOptimizer(
-        bucket_bytes_cap=ddp_module.bucket_bytes_cap, backend_compile_fn=backend
+        bucket_bytes_cap=cap, backend_compile_fn=backend, first_bucket_cap=first
     ).compile_fn
 
 

@@ -103,7 +103,7 @@ def op_name(node: fx.Node) -> str:
     if isinstance(target, torch._ops.HigherOrderOperator | torch._ops.OpOverloadPacket):
         return target.__name__
     if target in _OPERATOR_NAMES:
-        return _OPERATOR_NAMES[target]  # type: ignore[index]
+        return _OPERATOR_NAMES[target]
     return getattr(target, "__name__", "")
 
 
@@ -169,7 +169,7 @@ def clone_graph(module: fx.GraphModule) -> fx.GraphModule:
     new_output.meta = dict(source_output.meta)
     for old, new in mapping.items():
         if hasattr(old, "_dynamo_source"):
-            new._dynamo_source = old._dynamo_source  # type: ignore[attr-defined]
+            new._dynamo_source = old._dynamo_source
         if old.op == "get_attr":
             body = _get_attribute(module, str(old.target))
             if isinstance(body, fx.GraphModule):

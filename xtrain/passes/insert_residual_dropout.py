@@ -1,7 +1,7 @@
 """Insert seeded, stateless dropout on every residual branch.
 
 Before:  h = linear(a, w)              After:  h = linear(a, w)
-         y = x + h                             d = xtrain.dropout(h, p, seeds[2 * i], seeds[2 * i + 1])
+         y = x + h                             d = xtrain.dropout(h, p, seeds[2i], seeds[2i + 1])
                                                y = x + d
 Stage:   Dynamo's own graph, before AOTAutograd, so that autograd derives the backward and a
          failing later pass can lose a kernel but never the dropout.     Changes numerics: yes.
@@ -186,7 +186,7 @@ def _seeds_input(graph: fx.Graph) -> fx.Node:
     first_op = next(n for n in graph.nodes if n.op != "placeholder")
     with graph.inserting_before(first_op):
         node = graph.placeholder(SEEDS)
-    node._dynamo_source = None  # type: ignore[attr-defined]  # AOTAutograd asks for it by name
+    node._dynamo_source = None  # AOTAutograd asks for it by name
     _set_value(node, _fake_seeds(graph))
     return node
 

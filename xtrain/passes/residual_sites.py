@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from xtrain.passes import fx_utils
 from xtrain.rng import ATTENTION, CROSS_ATTENTION, FEED_FORWARD
@@ -301,16 +302,10 @@ def _kind_of_spelt_out_attention(members: list[fx.Node], own: Container[fx.Node]
 
 
 def _same_shape(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.ndim == b.ndim and all(_same_size(x, y) for x, y in zip(a.shape, b.shape, strict=True))
-
-
-def _same_size(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
-    """Compare without adding a guard: symbols are equal when their expressions are."""
-    if isinstance(a, int) and isinstance(b, int):
-        return a == b
-    if isinstance(a, torch.SymInt) and isinstance(b, torch.SymInt):
-        return bool(a.node.expr == b.node.expr)
-    return False
+    """Compare shapes without adding a guard: symbols are equal where that is known already."""
+    return a.ndim == b.ndim and all(
+        statically_known_true(x == y) for x, y in zip(a.shape, b.shape, strict=True)
+    )
 
 
 def find_cut_adds(graph: fx.Graph) -> list[fx.Node]:

@@ -86,7 +86,9 @@ def _run_one(module: fx.GraphModule, entry: Pass) -> PassResult:
             part.graph.lint()
             part.recompile()
     except Exception as error:
-        error.add_note(f"in the graph pass {entry.name!r}; disable_passes=[{entry.name!r}] skips it")
+        error.add_note(
+            f"in the graph pass {entry.name!r}; disable_passes=[{entry.name!r}] skips it"
+        )
         raise
     if result is None:
         return PassResult()
@@ -124,7 +126,7 @@ def _readable(module: fx.GraphModule) -> str:
 def _source_of(function: Callable[..., Any]) -> str:
     """The source of the module that defines a pass: its helpers count too."""
     try:
-        return inspect.getsource(inspect.getmodule(function) or function)  # type: ignore[arg-type]
+        return inspect.getsource(inspect.getmodule(function) or function)
     except (OSError, TypeError):
         code = getattr(function, "__code__", None)
         if code is None:

@@ -1,0 +1,145 @@
+"""Two gloo processes: masks by rank, DDP's buckets, recompute, and the gradients of one process."""
+
+from __future__ import annotations
+
+import os
+import socket
+import traceback
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from mask_oracle import keep_mask
+from probe_model import P, ProbeModel, decode_masks
+from torch.nn.parallel import DistributedDataParallel
+
+import xtrain
+from xtrain.model import Config, Transformer
+from xtrain.rng import site_seed
+
+SEED = 99
+
+
+def run_on_two_ranks(function, *args):
+    """Run function(rank, *args) in two gloo processes; the first failure is raised here."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    context = mp.get_context("spawn")
+    queue = context.Queue()
+    workers = [
+        context.Process(target=_worker, args=(function, rank, port, queue, args), daemon=True)
+        for rank in range(2)
+    ]
+    for worker in workers:
+        worker.start()
+    results = dict(queue.get(timeout=300) for _ in workers)
+    for worker in workers:
+        worker.join(timeout=60)
+    for rank, (error, _) in sorted(results.items()):
+        assert error is None, f"rank {rank}:\n{error}"
+    return [results[rank][1] for rank in range(2)]
+
+
+def _worker(function, rank, port, queue, args):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    error = value = None
+    try:
+        dist.init_process_group("gloo", rank=rank, world_size=2)
+        value = function(rank, *args)
+        dist.destroy_process_group()
+    except BaseException:
+        error = traceback.format_exc()
+    queue.put((rank, (error, value)))
+
+
+def expected(step, batch, first_sample, num_layers):
+    shape = (batch, 5, 8)
+    return [
+        torch.from_numpy(keep_mask(shape, P, site_seed(SEED, step, layer, site), first_sample * 40))
+        for layer in range(num_layers)
+        for site in ("attention", "feed_forward")
+    ]
+
+
+def _probe(rank, backend, checkpointed):
+    """Masks of three DDP steps under the default first_sample, buckets of a few parameters."""
+    model = ProbeModel(num_layers=4, checkpointed=checkpointed)
+    compiled = xtrain.compile(model, dropout=P, seed=SEED, backend=backend)
+    ddp = DistributedDataParallel(compiled, bucket_cap_mb=0.0005)
+    for step in range(3):
+        out = ddp(torch.zeros(4, 5, dtype=torch.long))
+        out.sum().backward()
+        for found, wanted in zip(decode_masks(out, 4), expected(step, 4, rank * 4, 4), strict=True):
+            assert torch.equal(found, wanted)
+    report = compiled.report()
+    return len(report.sites), report.num_train_graphs, report.notes
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
+def test_masks_by_rank_under_ddp(checkpointed):
+    for sites, graphs, notes in run_on_two_ranks(_probe, "aot_eager", checkpointed):
+        assert sites == 8
+        assert graphs == 1
+        assert checkpointed == any("graph splitter is off" in note for note in notes)
+
+
+def _config(recompute):
+    return Config.preset("tiny", n_layers=4, vocab_size=64, recompute=recompute)
+
+
+def _model(recompute):
+    torch.manual_seed(3)
+    return Transformer(_config(recompute))
+
+
+def _tokens():
+    return torch.randint(64, (4, 17), generator=torch.Generator().manual_seed(5))
+
+
+def _five_steps(rank, backend):
+    """Five DDP steps with recompute and dropout; returns the reduced gradients of each."""
+    model = _model("full")
+    compiled = xtrain.compile(model, dropout=0.1, seed=SEED, backend=backend)
+    ddp = DistributedDataParallel(compiled, bucket_cap_mb=0.01)
+    part = _tokens()[2 * rank : 2 * rank + 2]
+    steps = []
+    for _ in range(5):
+        ddp.zero_grad(set_to_none=True)
+        _, loss = ddp(part[:, :-1], part[:, 1:])
+        loss.backward()
+        steps.append({name: p.grad.numpy().copy() for name, p in model.named_parameters()})
+    return steps, len(compiled.report().sites)
+
+
+def test_gradients_equal_one_process_on_the_joint_batch():
+    """Row C17: DDP + compile + recompute + dropout, against one process that holds all samples."""
+    (first, sites), (second, _) = run_on_two_ranks(_five_steps, "inductor")
+    assert sites == 8
+    model = _model("none")
+    compiled = xtrain.compile(model, dropout=0.1, seed=SEED, backend="eager")
+    tokens = _tokens()
+    for step in range(5):
+        model.zero_grad(set_to_none=True)
+        compiled(tokens[:, :-1], tokens[:, 1:])[1].backward()
+        for name, parameter in model.named_parameters():
+            scale = parameter.grad.abs().max()
+            for rank_steps in (first, second):
+                error = (torch.from_numpy(rank_steps[step][name]) - parameter.grad).abs().max()
+                assert error <= 1e-5 * scale, f"step {step}, {name}: {error} of {scale}"
+
+
+def _unequal(rank):
+    compiled = xtrain.compile(ProbeModel(), dropout=P, seed=SEED, backend="eager")
+    with pytest.raises(ValueError, match=r"different sizes \[2, 3\].*set_step"):
+        compiled(torch.zeros(2 + rank, 5, dtype=torch.long))
+    compiled.set_step(0, first_sample=2 * rank)  # said by the caller: nothing to check
+    out = compiled(torch.zeros(2 + rank, 5, dtype=torch.long))
+    found = decode_masks(out, 2)
+    assert torch.equal(found[0], expected(0, 2 + rank, 2 * rank, 2)[0])
+
+
+def test_unequal_local_batches_are_refused():
+    run_on_two_ranks(_unequal)
