@@ -276,3 +276,11 @@ def has_triton() -> bool:
     from importlib.util import find_spec
 
     return find_spec("triton") is not None
+
+
+# --- Counting compiles --------------------------------------------------------------------------
+
+
+def num_compiled_graphs() -> int:
+    """Return how many graphs Dynamo has handed to backends in this process, recompiles included."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
