@@ -1,0 +1,229 @@
+"""Files that are complete or absent: the memory-mapped token cache and trained tokenizers.
+
+A writer fills a temporary file under an exclusive lock, writes the header last, syncs and renames.
+So a kill at any moment leaves at most a temporary file, which no reader takes for data and which
+the next writer removes, its lock being free. Two processes that need the same file meet at its
+lock: one writes, the other then reads. Where a file system has no locks, both write their own
+temporary file and the later rename wins, with the same content.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import secrets
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from xtrain.data.errors import DataError
+
+FORMAT_VERSION = 1  # part of every key: raise it when the same content must give other ids
+_MAGIC = "xtrain-tokens"
+_HEADER_BYTES = 4096
+_STALE_SECONDS = 24 * 3600  # where locks say nothing
+
+Ids = npt.NDArray[np.unsignedinteger]
+_log = logging.getLogger("xtrain.data")
+
+
+def default_cache_dir() -> Path:
+    """Return $XDG_CACHE_HOME/xtrain, or ~/.cache/xtrain."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "xtrain"
+
+
+def cached_tokens(
+    folder: Path,
+    key: str,
+    dtype: np.dtype,
+    build: Callable[[], Iterable[Ids]],
+    say: Callable[[str], None],
+) -> np.memmap:
+    """Return the tokens stored under key, read-only and memory-mapped; build them when absent.
+
+    Args:     build: called at most once; yields arrays of dtype that, joined, are the tokens.
+              say: told in one line that another process is at work.
+    Raises:   DataError when the folder cannot be written; whatever build raises.
+    """
+    path = folder / f"{key}.tokens"
+    tokens = open_tokens(path, key, dtype)
+    if tokens is not None:
+        return tokens
+    with writing(path, say):
+        tokens = open_tokens(path, key, dtype)  # by whoever held the lock before us
+        if tokens is None:
+            with atomic_file(path) as file:
+                _write_tokens(file, key, dtype, build())
+            tokens = open_tokens(path, key, dtype)
+    if tokens is None:
+        raise DataError(
+            f"the token cache {path} vanished after it was written; name another folder"
+        )
+    return tokens
+
+
+def open_tokens(path: Path, key: str, dtype: np.dtype) -> np.memmap | None:
+    """Map a file of the cache, or return None when it is absent or, with a warning, damaged."""
+    try:
+        with open(path, "rb") as file:
+            header = file.read(_HEADER_BYTES)
+            size = os.fstat(file.fileno()).st_size
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise DataError(f"cannot read the token cache {path}: {error.strerror}") from error
+    meta = _parse_header(header)
+    count = meta.get("num_tokens", 0)
+    expected = _HEADER_BYTES + count * dtype.itemsize
+    if meta.get("key") != key or meta.get("dtype") != dtype.str:
+        problem = "its header is not intact"
+    elif size != expected:
+        problem = f"it has {size} bytes instead of {expected}"
+    else:
+        return np.memmap(path, dtype=dtype, mode="r", offset=_HEADER_BYTES, shape=(count,))
+    warn_damaged(path, problem)
+    return None
+
+
+def warn_damaged(path: Path, problem: str) -> None:
+    """Say that a file of the cache cannot be used and will be replaced."""
+    _log.warning("the cache %s is damaged (%s): building it again", path, problem)
+
+
+def _write_tokens(file: BinaryIO, key: str, dtype: np.dtype, arrays: Iterable[Ids]) -> None:
+    file.write(bytes(_HEADER_BYTES))
+    count = 0
+    for ids in arrays:
+        file.write(np.ascontiguousarray(ids, dtype=dtype).data)
+        count += ids.size
+    if count == 0:
+        raise DataError("the data are empty: no text in any document")
+    file.seek(0)
+    file.write(_header({"key": key, "dtype": dtype.str, "num_tokens": count}))
+
+
+def _header(meta: dict[str, Any]) -> bytes:
+    """Return one line of JSON with its own checksum, padded to the header's size."""
+    body = json.dumps({"magic": _MAGIC, **meta})
+    line = json.dumps({"crc32": zlib.crc32(body.encode()), "meta": body}) + "\n"
+    return line.encode().ljust(_HEADER_BYTES)
+
+
+def _parse_header(header: bytes) -> dict[str, Any]:
+    """Return the fields of a header, or none when it is not intact."""
+    try:
+        line = json.loads(header)
+        if line["crc32"] != zlib.crc32(line["meta"].encode()):
+            return {}
+        meta = json.loads(line["meta"])
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return {}
+    return meta if meta.get("magic") == _MAGIC else {}
+
+
+@contextmanager
+def writing(path: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Hold the right to write path: one process at a time, abandoned temporary files removed.
+
+    Raises:   DataError for what the system refuses, such as a full disk or a read-only folder.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        remove_stale(path.parent)
+        lock_path = path.with_name(path.name + ".lock")
+        lock = _open_locked(lock_path, "ab", lambda: say(f"waiting for another process: {path}"))
+        with lock:
+            try:
+                yield
+            finally:
+                lock_path.unlink(missing_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"cannot write the cache {path}: {error.strerror or error};"
+            " name a writable folder with space as cache_dir (or set XDG_CACHE_HOME)"
+        ) from error
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """Give a temporary file that becomes path when the block ends well, and vanishes otherwise."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    with _open_locked(temporary, "wb") as file:
+        try:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+    _sync_folder(path.parent)
+
+
+def remove_stale(folder: Path) -> None:
+    """Remove temporary files whose writer is gone: nobody holds their lock."""
+    for path in folder.glob("*.tmp"):
+        try:
+            with open(path, "rb") as file:
+                if _try_lock(file) or time.time() - path.stat().st_mtime > _STALE_SECONDS:
+                    path.unlink(missing_ok=True)
+        except OSError:
+            continue  # somebody else's, or gone by now
+
+
+def _open_locked(path: Path, mode: str, on_wait: Callable[[], None] | None = None) -> BinaryIO:
+    """Open path and lock it; again when it was removed between the two."""
+    while True:
+        file: BinaryIO = open(path, mode)  # type: ignore[assignment]  # closed by the caller
+        try:
+            if not _try_lock(file):
+                if on_wait is not None:
+                    on_wait()
+                _wait_for_lock(file)
+            if _is_at(file, path):
+                return file
+        except BaseException:
+            file.close()
+            raise
+        file.close()
+
+
+def _is_at(file: BinaryIO, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _try_lock(file: BinaryIO) -> bool:
+    """Lock a file without waiting; False when it is taken or the file system has no locks."""
+    try:
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _wait_for_lock(file: BinaryIO) -> None:
+    try:
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX)
+    except OSError:
+        return  # no locks here: unique temporary names and the rename keep writers apart
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename in folder survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

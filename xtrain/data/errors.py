@@ -1,0 +1,35 @@
+"""The one exception of xtrain.data, and opening files so that the system's errors become it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+
+class DataError(ValueError):
+    """What is wrong with the user's data, where, and what to do: one line, fit for the terminal."""
+
+
+def one_line(error: BaseException) -> str:
+    """Return the first non-blank line of an exception's text, or its type's name."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+@contextmanager
+def os_errors_as_data_errors(path: str | Path) -> Iterator[None]:
+    """Turn an OSError about path into a DataError that names it."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or one_line(error)
+        raise DataError(f"cannot read {path}: {reason}") from error
+
+
+@contextmanager
+def open_binary(path: str | Path) -> Iterator[BinaryIO]:
+    """Open path for reading bytes; what fails while it is open is a DataError too."""
+    with os_errors_as_data_errors(path), open(path, "rb") as file:
+        yield file
