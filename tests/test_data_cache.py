@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -276,6 +277,19 @@ def test_lines_where_there_is_no_terminal(read, capfd):
     read(progress=True)
     read(progress=False, tokenizer="bpe:301")
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_bar_on_a_terminal(tmp_path, text_file):
+    terminal, other_end = os.openpty()
+    termios.tcsetwinsize(other_end, (24, 80))
+    program = "import sys; from xtrain.data import open_corpus; open_corpus([sys.argv[1]], {})"
+    options = f"cache_dir={str(tmp_path / 'cache')!r}"
+    command = [sys.executable, "-c", program.format(options), str(text_file)]
+    subprocess.run(command, stderr=other_end, check=True)
+    os.close(other_end)
+    shown = os.read(terminal, 1 << 16).decode()
+    os.close(terminal)
+    assert "hashing:" in shown and "tokenising:" in shown and "tokenised 100,000 bytes" in shown
 
 
 # VmHWM, not ru_maxrss: a new program inherits the latter from the process that started it.
