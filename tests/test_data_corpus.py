@@ -1,12 +1,15 @@
 """Corpus: splits, descriptions, and what importing costs."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from xtrain.data import Batches, DataError, open_corpus
+from xtrain.data.sources import TEXT_SUFFIXES
 
 
 @pytest.fixture
@@ -53,11 +56,9 @@ def test_too_short_for_one_sequence_names_both_lengths(corpus):
 
 
 def test_description_is_one_line(corpus, tmp_path):
-    import hashlib
-
     assert corpus.description.startswith(f"{tmp_path}/a.txt: 1 file, 1,900 bytes, sha256 ")
     assert corpus.description.endswith("; byte: 1,900 tokens") and "\n" not in corpus.description
-    assert len(corpus.fingerprint) == len(hashlib.sha256().hexdigest())
+    assert len(corpus.fingerprint) == 64 and int(corpus.fingerprint, 16)
 
 
 def test_import_brings_no_torch_and_no_optional_package():
@@ -67,3 +68,14 @@ def test_import_brings_no_torch_and_no_optional_package():
     )
     got = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert got.stdout.strip() == "[]", got.stderr
+
+
+def test_docs_data_md_is_true(tmp_path, monkeypatch, capsys):
+    """Its Python example runs as pasted, and its list of suffixes is the real one."""
+    text = (Path(__file__).parents[1] / "docs" / "data.md").read_text()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (example,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    exec(compile(example, "docs/data.md", "exec"), {})
+    assert "standard library of Python" in capsys.readouterr().out
+    (row,) = [line for line in text.splitlines() if line.startswith("| text file")]
+    assert set(row.split("`")[1].split()) == TEXT_SUFFIXES
