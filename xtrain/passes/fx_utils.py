@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import fx
@@ -16,7 +17,9 @@ from torch import fx
 ADD = frozenset({"add", "add_", "iadd", "__add__", "__iadd__", "__radd__"})
 IN_PLACE_ADD = frozenset({"add_", "iadd", "__iadd__"})
 MUL = frozenset({"mul", "mul_", "imul", "multiply", "__mul__", "__rmul__"})
+DIV = frozenset({"div", "div_", "truediv", "itruediv", "divide", "true_divide", "__truediv__"})
 DROPOUT = frozenset({"dropout", "dropout_", "native_dropout", "feature_dropout"})
+IN_PLACE_SCALING = frozenset({"mul_", "imul", "__imul__", "div_", "itruediv", "__itruediv__"})
 # One value seen in another form: what a residual operand may pass through on its way to the add.
 VIEW_LIKE = frozenset(
     {
@@ -85,6 +88,11 @@ ATTENTION = frozenset(
 )
 SOFTMAX = frozenset({"softmax", "_softmax", "_safe_softmax"})
 
+# Higher-order calls that run one body once, its operands behind it in the arguments.
+TRANSPARENT_CALLS = frozenset(
+    {"tag_activation_checkpoint", "wrap", "wrap_activation_checkpoint", "wrap_with_autocast"}
+)
+
 _OPERATOR_NAMES = {operator.matmul: "matmul", operator.imatmul: "matmul"}
 
 
@@ -107,6 +115,18 @@ def op_name(node: fx.Node) -> str:
     return getattr(target, "__name__", "")
 
 
+def operand(node: fx.Node, position: int, *names: str, default: object = None) -> Any:
+    """Return an argument of a call by its position or by one of its names."""
+    if len(node.args) > position:
+        return node.args[position]
+    return next((node.kwargs[name] for name in names if name in node.kwargs), default)
+
+
+def add_operands(node: fx.Node) -> tuple[Any, Any]:
+    """Return the two addends of an add, however they were passed."""
+    return operand(node, 0, "input", "self"), operand(node, 1, "other")
+
+
 def tensor_meta(node: object) -> torch.Tensor | None:
     """Return the fake tensor that describes a node's value, or None for anything else."""
     if not isinstance(node, fx.Node):
@@ -125,6 +145,21 @@ def called_bodies(node: fx.Node) -> list[fx.GraphModule]:
                 if isinstance(body, fx.GraphModule):
                     bodies.append(body)
     return bodies
+
+
+def body_operands(call: fx.Node) -> dict[fx.Node, Any]:
+    """Return placeholder of the body -> operand for a call that runs one body once, else {}."""
+    if op_name(call) not in TRANSPARENT_CALLS:
+        return {}
+    bodies = called_bodies(call)
+    if len(bodies) != 1:
+        return {}
+    placeholders = [n for n in bodies[0].graph.nodes if n.op == "placeholder"]
+    return dict(zip(placeholders, call.args[_body_position(call) + 1 :], strict=False))
+
+
+def _body_position(call: fx.Node) -> int:
+    return next(i for i, a in enumerate(call.args) if isinstance(a, fx.Node) and a.op == "get_attr")
 
 
 def holds_contraction(node: fx.Node) -> bool:

@@ -21,20 +21,15 @@ from typing import Literal
 import torch
 from torch import fx
 
+from xtrain.ops.dropout import FORWARD as DROPOUT_OP
 from xtrain.passes import fx_utils
-from xtrain.passes.residual_sites import (
-    ResidualSite,
-    find_residual_sites,
-    is_active_dropout,
-    peeled_chain,
-)
+from xtrain.passes.residual_sites import ResidualSite, find_residual_sites
 from xtrain.passes.result import PassResult
+from xtrain.passes.values import is_active_dropout, is_xtrain_op, peeled_chain
 
 SEEDS = "xtrain_seeds"
-# Higher-order calls that run their body once, operands behind it: seeds can be one more operand.
-_TRANSPARENT = frozenset(
-    {"tag_activation_checkpoint", "wrap", "wrap_activation_checkpoint", "wrap_with_autocast"}
-)
+# Where torch's attention functions take the probability of dropping attention probabilities.
+_ATTENTION_P = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
 
 
 @dataclass(frozen=True)
@@ -57,7 +52,7 @@ class SiteSlot:
 class InsertResult(PassResult):
     """What was inserted: slots in row order first to last, and dropout that stays unseeded."""
 
-    slots: list[SiteSlot] = field(default_factory=list)
+    slots: list[SiteSlot] = field(default_factory=list, repr=False)
     unseeded: list[str] = field(default_factory=list)
 
 
@@ -102,11 +97,13 @@ class _Inserter:
         slots: list[SiteSlot] = []
         rows = 0
         for node in list(graph.nodes):
-            new = [self._insert(graph, site, rows) for site in sites.get(node, ())]
+            for site in sites.get(node, ()):
+                slots.append(self._insert(graph, site, rows))
+                rows += _num_rows(slots[-1:])
             if fx_utils.called_bodies(node):
-                new += self._enter_bodies(graph, node, rows)
-            rows += sum(slot.covered_by == "xtrain" for slot in new)
-            slots += new
+                inside = self._enter_bodies(graph, node, rows)
+                rows += _num_rows(inside)
+                slots += inside
         return slots
 
     def _insert(self, graph: fx.Graph, site: ResidualSite, row: int) -> SiteSlot:
@@ -115,28 +112,29 @@ class _Inserter:
         slot = SiteSlot(site.kind, site.path, site.witnesses, meta.shape, "xtrain")
         if site.own is not None:
             self.residual_dropouts.add(site.own)
-            if self.existing == "skip" or _is_ours(site.own):
+            if self.existing == "skip" or is_xtrain_op(site.own):
                 return replace(slot, covered_by="model")
         if reason := _hazard(site):
             return replace(slot, covered_by="", reason=reason)
-        branch = site.branch if site.own is None else _bypass(site, site.own)
+        branch = site.branch if site.own is None else _without(site.own, site)
         with graph.inserting_before(site.add):
             seeds = _seeds_input(graph)
             seed = _element(graph, seeds, 2 * row)
             offset = _element(graph, seeds, 2 * row + 1)
-            dropped = graph.call_function(
-                torch.ops.xtrain.dropout.default, (branch, self.p, seed, offset)
-            )
+            dropped = graph.call_function(DROPOUT_OP, (branch, self.p, seed, offset))
         dropped.meta = dict(branch.meta)
         dropped.meta["nn_module_stack"] = site.add.meta.get("nn_module_stack")
         _set_value(dropped, torch.empty_like(meta, memory_format=torch.contiguous_format))
-        site.add.args = tuple(dropped if a is site.branch else a for a in site.add.args)
+        site.add.replace_input_with(site.branch, dropped)
+        if site.own is not None:
+            _erase_unread(site.branch, site.own)
         return slot
 
     def _enter_bodies(self, graph: fx.Graph, call: fx.Node, row: int) -> list[SiteSlot]:
         """Insert into the body of a higher-order call and hand it its rows of the seeds."""
         bodies = fx_utils.called_bodies(call)
-        if len(bodies) != 1 or fx_utils.op_name(call) not in _TRANSPARENT:
+        outer = fx_utils.body_operands(call)
+        if not outer:
             reason = f"inside a {fx_utils.op_name(call)} body, which takes no seeds"
             found = [s for body in bodies for s in find_residual_sites(body.graph)]
             return [
@@ -149,13 +147,7 @@ class _Inserter:
             self.bodies[body] = self.run(body.graph)
             body.recompile()
         inner = self.bodies[body]
-        position = next(
-            i for i, a in enumerate(call.args) if isinstance(a, fx.Node) and a.op == "get_attr"
-        )
-        operands = call.args[position + 1 :]
-        placeholders = [n for n in body.graph.nodes if n.op == "placeholder"]
-        outer = dict(zip(placeholders, operands, strict=False))
-        count = sum(slot.covered_by == "xtrain" for slot in inner)
+        count = _num_rows(inner)
         if count:
             with graph.inserting_before(call):
                 seeds = _seeds_input(graph)
@@ -175,6 +167,10 @@ class _Inserter:
             )
             for slot in inner
         ]
+
+
+def _num_rows(slots: list[SiteSlot]) -> int:
+    return sum(slot.covered_by == "xtrain" for slot in slots)
 
 
 def _seeds_input(graph: fx.Graph) -> fx.Node:
@@ -221,34 +217,46 @@ def _shape(node: fx.Node) -> torch.Size:
     return meta.shape
 
 
-def _is_ours(node: fx.Node) -> bool:
-    target = node.target
-    return isinstance(target, torch._ops.OpOverload) and target.namespace == "xtrain"
-
-
 def _hazard(site: ResidualSite) -> str:
     """Why dropout on this branch could be undone or seen elsewhere, "" when it can't.
 
     `branch += residual` writes the sum into the branch: its other readers would miss the write.
     """
     writes = fx_utils.op_name(site.add) in fx_utils.IN_PLACE_ADD
-    if writes and site.add.args[0] is site.branch and len(site.branch.users) > 1:
+    if writes and fx_utils.add_operands(site.add)[0] is site.branch and len(site.branch.users) > 1:
         return "the add writes into the branch, which has other readers"
+    if site.own is not None:
+        after_own = _chain_to(site.own, site.branch)[:-1]
+        if any(fx_utils.op_name(n) in fx_utils.IN_PLACE_SCALING for n in after_own):
+            return "the model's own dropout cannot be replaced: it is scaled in place"
     return ""
 
 
-def _bypass(site: ResidualSite, own: fx.Node) -> fx.Node:
-    """Take the model's own dropout off this branch and return the branch without it.
+def _chain_to(own: fx.Node, branch: fx.Node) -> list[fx.Node]:
+    """The branch, what it is a cast, view or scaling of, and so on down to `own`."""
+    chain = peeled_chain(branch)
+    return chain[: chain.index(own) + 1]
 
-    Other readers of the dropped value keep it.
+
+def _without(own: fx.Node, site: ResidualSite) -> fx.Node:
+    """Return the branch without the model's own dropout.
+
+    What follows it is copied, so that other readers of the dropped value keep it.
     """
-    source = own.args[0]
-    assert isinstance(source, fx.Node)
-    if own is site.branch:
-        return source
-    chain = peeled_chain(site.branch)
-    chain[chain.index(own) - 1].replace_input_with(own, source)
-    return site.branch
+    value = fx_utils.operand(own, 0, "input")
+    copies: dict[fx.Node, fx.Node] = {own: value}
+    for node in reversed(_chain_to(own, site.branch)[:-1]):
+        with site.add.graph.inserting_before(site.add):
+            copies[node] = site.add.graph.node_copy(node, lambda n: copies.get(n, n))
+    return copies[site.branch]
+
+
+def _erase_unread(branch: fx.Node, own: fx.Node) -> None:
+    """Erase the model's dropout once nothing reads it: run for nothing, it would still draw."""
+    for node in _chain_to(own, branch):
+        if node.users:
+            return
+        node.graph.erase_node(node)
 
 
 def _unseeded(graph: fx.Graph, residual: set[fx.Node]) -> list[str]:
@@ -256,10 +264,12 @@ def _unseeded(graph: fx.Graph, residual: set[fx.Node]) -> list[str]:
     found = []
     for node in graph.nodes:
         where = fx_utils.module_path(node) or "the model"
-        if is_active_dropout(node) and not _is_ours(node) and node not in residual:
-            found.append(f"{fx_utils.op_name(node)} in {where}")
-        elif fx_utils.op_name(node) in fx_utils.ATTENTION:
-            p = node.kwargs.get("dropout_p", node.args[4] if len(node.args) > 4 else 0.0)
-            if isinstance(p, int | float) and p > 0:
+        name = fx_utils.op_name(node)
+        if is_active_dropout(node) and not is_xtrain_op(node) and node not in residual:
+            found.append(f"{name} in {where}")
+        elif name in _ATTENTION_P:
+            p = fx_utils.operand(node, _ATTENTION_P[name], "dropout_p", default=0.0)
+            active = fx_utils.operand(node, 13, "training", default=True) is not False
+            if isinstance(p, int | float) and p > 0 and active:
                 found.append(f"attention probabilities (p = {p}) in {where}")
     return found

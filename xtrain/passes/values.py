@@ -1,0 +1,103 @@
+"""What value a node is, seen through casts, views, dropout and scaling; what it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import fx
+
+from xtrain.passes import fx_utils
+
+
+def peel(node: fx.Node) -> fx.Node:
+    """Return the value that a residual operand is, without casts, views, dropout and scaling."""
+    return peeled_chain(node)[-1]
+
+
+def peeled_chain(node: fx.Node) -> list[fx.Node]:
+    """Return node, then what it is a cast, view, dropout or scaling of, down to what computes."""
+    chain = [node]
+    while (inner := _through(chain[-1])) is not None:
+        chain.append(inner)
+    return chain
+
+
+def _through(node: fx.Node) -> fx.Node | None:
+    """The one operand that a node passes on in another form, or None when it computes."""
+    name = fx_utils.op_name(node)
+    value = fx_utils.operand(node, 0, "input", "self")
+    if name in fx_utils.VIEW_LIKE or name in fx_utils.DROPOUT:
+        return value if isinstance(value, fx.Node) else None
+    if name in fx_utils.MUL or (name in fx_utils.DIV and "rounding_mode" not in node.kwargs):
+        other = fx_utils.operand(node, 1, "other")
+        scaled = _scaled_operand(value, other)
+        if scaled is None and name in fx_utils.MUL:
+            scaled = _scaled_operand(other, value)
+        return scaled
+    return None
+
+
+def _scaled_operand(value: object, factor: object) -> fx.Node | None:
+    """`value` when `factor` is a number or scalar, a parameter or made of parameters only."""
+    if not isinstance(value, fx.Node) or fx_utils.tensor_meta(value) is None:
+        return None
+    if isinstance(factor, fx.Node):
+        meta = fx_utils.tensor_meta(factor)
+        is_scalar = meta is None or meta.ndim == 0
+        if not is_scalar and not made_of_parameters(factor):
+            return None
+    return None if made_of_parameters(value) else value
+
+
+def is_active_dropout(node: fx.Node) -> bool:
+    """Return whether a node drops elements in this graph; F.dropout with p = 0 counts as absent."""
+    if fx_utils.op_name(node) not in fx_utils.DROPOUT:
+        return False
+    if is_xtrain_op(node):
+        return True
+    p = fx_utils.operand(node, 1, "p", default=0.5)
+    training = fx_utils.operand(node, 2, "training", "train", default=True)
+    return bool(p) and training is not False
+
+
+def is_xtrain_op(node: fx.Node) -> bool:
+    """Return whether a node calls one of xtrain's own ops."""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target.namespace == "xtrain"
+
+
+def is_parameter(node: fx.Node) -> bool:
+    """Return whether a node is a parameter that the graph takes as an input."""
+    return isinstance(fx_utils.tensor_meta(node), torch.nn.Parameter) and node.op in (
+        "placeholder",
+        "get_attr",
+    )
+
+
+def made_of_parameters(node: fx.Node, depth: int = 8) -> bool:
+    """Return whether a node is a parameter or computed from parameters alone, in a few steps."""
+    if is_parameter(node):
+        return True
+    if node.op in ("placeholder", "output") or depth == 0:
+        return False
+    inputs = node.all_input_nodes
+    return bool(inputs) and all(made_of_parameters(n, depth - 1) for n in inputs)
+
+
+def parameters_read_by(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
+    """Yield the parameters that these nodes multiply by or add, in the nodes' order."""
+    seen = set()
+    for node in nodes:
+        for source in node.all_input_nodes:
+            if source not in seen and made_of_parameters(source):
+                seen.add(source)
+                yield from _leaves(source)
+
+
+def _leaves(node: fx.Node) -> Iterator[fx.Node]:
+    if is_parameter(node):
+        yield node
+        return
+    for source in node.all_input_nodes:
+        yield from _leaves(source)
