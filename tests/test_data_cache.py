@@ -39,9 +39,10 @@ def token_files(tmp_path) -> list[Path]:
     return sorted((tmp_path / "cache").glob("*.tokens"))
 
 
-def python(program: str, *arguments: object, **options) -> subprocess.Popen:
+def python(program: str, *arguments: object) -> subprocess.Popen:
     command = [sys.executable, "-c", program, *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    return subprocess.Popen(command, **pipes)
 
 
 # Keys
@@ -186,8 +187,9 @@ def test_full_disk_is_one_line_and_leaves_nothing(read, tmp_path, monkeypatch):
 
 # Processes
 
+# Says "half" with part of the tokens written, then goes on when it is told to.
 HALF = """
-import sys, time
+import sys
 from xtrain.data import cache, open_corpus
 write_tokens = cache._write_tokens
 def slow(file, key, dtype, arrays):
@@ -196,60 +198,69 @@ def slow(file, key, dtype, arrays):
             yield ids
             file.flush()
             print("half", flush=True)
-            time.sleep(float(sys.argv[3]))
+            sys.stdin.readline()
     write_tokens(file, key, dtype, half())
 cache._write_tokens = slow
 print(open_corpus([sys.argv[1]], cache_dir=sys.argv[2]).tokens.sum())
 """
 
 
+def finish(process: subprocess.Popen) -> int:
+    """Let a process of HALF go on to its end; return the sum of the tokens it read."""
+    out, error = process.communicate(b"go on\n")
+    assert process.returncode == 0, error
+    return int(out.split()[-1])
+
+
 def test_killed_half_way_leaves_nothing_that_looks_usable(read, tmp_path, text_file):
-    process = python(HALF, text_file, tmp_path / "cache", 100)
+    process = python(HALF, text_file, tmp_path / "cache")
     assert process.stdout.readline() == b"half\n"
     os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    process.communicate()
     left = list((tmp_path / "cache").iterdir())
     assert not token_files(tmp_path) and any(path.suffix == ".tmp" for path in left)
     assert read().tokens.size == text_file.stat().st_size
     assert list((tmp_path / "cache").iterdir()) == token_files(tmp_path)  # and it is swept
 
 
-def test_a_living_writer_keeps_its_temporary_file(read, tmp_path, text_file):
+def test_a_living_writer_keeps_its_temporary_file(read, tmp_path):
     other = tmp_path / "b.txt"
     other.write_text("other " * 1000)
-    process = python(HALF, other, tmp_path / "cache", 2)
+    process = python(HALF, other, tmp_path / "cache")
     assert process.stdout.readline() == b"half\n"
     read()
     assert [path for path in (tmp_path / "cache").iterdir() if path.suffix == ".tmp"]
-    out, error = process.communicate()
-    assert process.returncode == 0, error
-    assert int(out.split()[-1]) == sum(other.read_bytes())
+    assert finish(process) == sum(other.read_bytes())
     assert len(token_files(tmp_path)) == 2
 
 
 def test_two_processes_meet_at_the_lock(tmp_path, text_file):
     """The second waits for the first and reads its file; both get the same tokens."""
-    first = python(HALF, text_file, tmp_path / "cache", 1)
+    first = python(HALF, text_file, tmp_path / "cache")
     assert first.stdout.readline() == b"half\n"
-    second = python(HALF, text_file, tmp_path / "cache", 1)
-    results = [process.communicate() for process in (first, second)]
-    sums = [int(out.split()[-1]) for out, _ in results]
-    assert sums == [sum(text_file.read_bytes())] * 2, results
-    assert b"waiting for another process" in results[1][1] and b"half" not in results[1][0]
+    second = python(HALF, text_file, tmp_path / "cache")
+    assert second.stderr.readline().startswith(b"waiting for another process: ")
+    expected = sum(text_file.read_bytes())
+    assert finish(first) == expected
+    out, error = second.communicate()  # never told to go on: it writes nothing itself
+    assert out.split() == [str(expected).encode()], error
     assert list((tmp_path / "cache").iterdir()) == token_files(tmp_path)
 
 
 def test_processes_without_locks_agree(tmp_path, text_file):
     """Where the file system has none, each writes its own temporary file; a rename settles it."""
-    program = "import fcntl\ndef none(*_): raise OSError(95, 'not supported')\nfcntl.flock = none\n"
-    processes = [python(program + HALF, text_file, tmp_path / "cache", 0.3) for _ in range(2)]
-    results = [process.communicate() for process in processes]
-    sums = [int(out.split()[-1]) for out, _ in results]
-    assert sums == [sum(text_file.read_bytes())] * 2, results
+    no_locks = (
+        "import fcntl\ndef none(*_): raise OSError(95, 'not supported')\nfcntl.flock = none\n"
+    )
+    processes = [python(no_locks + HALF, text_file, tmp_path / "cache") for _ in range(2)]
+    assert [process.stdout.readline() for process in processes] == [b"half\n"] * 2
+    assert [finish(process) for process in processes] == [sum(text_file.read_bytes())] * 2
     old = tmp_path / "cache" / "x.tokens.1-a.tmp"
     old.touch()
     os.utime(old, (0, 0))
-    cache.remove_stale(tmp_path / "cache")
+    program = "import sys, pathlib; from xtrain.data import cache;"
+    sweep = no_locks + program + "cache.remove_stale(pathlib.Path(sys.argv[1]))"
+    python(sweep, tmp_path / "cache").communicate()
     assert list((tmp_path / "cache").iterdir()) == token_files(tmp_path)
 
 
