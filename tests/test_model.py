@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import math
 
 import numpy as np
@@ -51,6 +53,26 @@ def test_meta_to_empty_reset_equals_direct_construction():
         assert torch.equal(a, b), name
     tokens = make_tokens(2, 9)
     assert torch.equal(model(tokens)[0], direct(tokens)[0])
+
+
+def test_loading_onto_meta_by_assignment():
+    source = make_model()
+    with torch.device("meta"):
+        model = Transformer(source.config)
+    model.load_state_dict(source.state_dict(), assign=True)
+    assert torch.equal(model(make_tokens(2, 9))[0], source(make_tokens(2, 9))[0])
+
+
+def test_copies_and_pickles_are_whole():
+    model, tokens = make_model(), make_tokens(2, 9)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    for other in (copy.deepcopy(model), torch.load(buffer, weights_only=False)):
+        assert torch.equal(other(tokens)[0], model(tokens)[0])
+        other.to(torch.float64).load_state_dict(model.double().state_dict())
+        assert torch.equal(other(tokens)[0], model(tokens)[0])
+        model.float()
 
 
 def test_state_is_parameters_alone():
@@ -164,8 +186,6 @@ def test_forward_errors():
         model(make_tokens(1, 8)[0])
     with pytest.raises(ValueError, match=r"targets .*\(1, 8\), got \(1, 7\)"):
         model(make_tokens(1, 8), make_tokens(1, 7))
-    with pytest.raises(ValueError, match="return_logits=False without targets"):
-        model(make_tokens(1, 8), return_logits=False)
 
 
 def test_all_targets_ignored_give_zero_loss_and_gradients():

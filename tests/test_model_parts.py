@@ -49,8 +49,8 @@ def test_attention_scores_depend_on_distance_alone():
     rng = np.random.default_rng(0)
     q, k = torch.from_numpy(rng.standard_normal((2, 1, 1, 1, 16)))
     cos, sin = M.rope_tables(torch.arange(64), 16, 10000.0)
-    turned_q = M.apply_rope(q.expand(1, 1, 64, 16), cos, sin)[0, 0]
-    turned_k = M.apply_rope(k.expand(1, 1, 64, 16), cos, sin)[0, 0]
+    turned_q = M.apply_rope(q.expand(1, 64, 1, 16), cos, sin)[0, :, 0]
+    turned_k = M.apply_rope(k.expand(1, 64, 1, 16), cos, sin)[0, :, 0]
     scores = turned_q @ turned_k.T
     for distance in (0, 1, 17):
         diagonal = scores.diagonal(distance)
@@ -97,7 +97,7 @@ def test_gradcheck_parts():
     cos, sin = (table.double() for table in M.rope_tables(torch.arange(3), 4, 10.0))
     assert gradcheck(lambda x: M.split_heads(x, 4), draw(2, 3, 8))
     assert gradcheck(M.merge_heads, draw(2, 2, 3, 4))
-    assert gradcheck(lambda x: M.apply_rope(x, cos, sin), draw(1, 2, 3, 4))
+    assert gradcheck(lambda x: M.apply_rope(x, cos, sin), draw(1, 3, 2, 4))
     assert gradcheck(
         lambda x, w: torch.func.functional_call(M.RMSNorm(5, 1e-6), {"weight": w}, (x,)),
         (draw(2, 5), draw(5)),
@@ -109,6 +109,6 @@ def test_gradcheck_parts():
 def test_split_and_merge_are_inverse_and_keep_order():
     x = torch.arange(24.0).reshape(1, 2, 12)
     heads = M.split_heads(x, 4)
-    assert heads.shape == (1, 3, 2, 4) and heads[0, 1, 0].tolist() == [4, 5, 6, 7]
-    assert heads.data_ptr() == x.data_ptr()
-    assert torch.equal(M.merge_heads(heads), x)
+    assert heads.shape == (1, 2, 3, 4) and heads[0, 1, 2].tolist() == [20, 21, 22, 23]
+    merged = M.merge_heads(heads.transpose(1, 2))
+    assert torch.equal(merged, x) and merged.data_ptr() == x.data_ptr()  # no copy either way

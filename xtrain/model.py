@@ -24,8 +24,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 IGNORE_INDEX = -100  # a target that does not count, as in torch and transformers
-INIT_STD = 0.02
-MAX_POSITIONS = 1 << 24  # fp32, in which angles are formed, holds every integer up to here
 _DERIVED: Any = None  # Any, so that the fields with this default are plain ints for every reader
 
 
@@ -71,10 +69,6 @@ class Config:
         _require(self.rope_base > 0, f"rope_base must be above 0, got {self.rope_base}")
         _require(self.norm_eps > 0, f"norm_eps must be above 0, got {self.norm_eps}")
         _require(0 <= self.dropout <= 1, f"dropout must be in [0, 1], got {self.dropout}")
-        _require(
-            self.max_seq_len <= MAX_POSITIONS,
-            f"max_seq_len must be at most {MAX_POSITIONS}, got {self.max_seq_len}",
-        )
         tie = self.tie_embeddings
         _require(isinstance(tie, bool), f"tie_embeddings must be True or False, got {tie!r}")
         if self.recompute not in ("none", "full"):
@@ -84,19 +78,16 @@ class Config:
             _require(self.num_recomputed_layers <= self.n_layers, f"{hint}, got {self.recompute}")
 
     def _set_heads(self) -> None:
-        n_kv_heads = self.n_heads if self.n_kv_heads is None else self.n_kv_heads
-        self._set("n_kv_heads", _positive_int("n_kv_heads", n_kv_heads))
-        _require(
-            self.n_heads % self.n_kv_heads == 0,
-            f"n_kv_heads must divide n_heads = {self.n_heads}, got {self.n_kv_heads}",
-        )
+        if self.n_kv_heads is None:
+            self._set("n_kv_heads", self.n_heads)
         if self.head_dim is None:
-            _require(
-                self.dim % self.n_heads == 0,
-                f"dim must be a multiple of n_heads = {self.n_heads}, got {self.dim}",
-            )
+            needed = f"dim must be a multiple of n_heads = {self.n_heads} unless head_dim is given"
+            _require(self.dim % self.n_heads == 0, f"{needed}, got {self.dim}")
             self._set("head_dim", self.dim // self.n_heads)
-        self._set("head_dim", _positive_int("head_dim", self.head_dim))
+        for name in ("n_kv_heads", "head_dim"):
+            self._set(name, _positive_int(name, getattr(self, name)))
+        grouping = f"n_kv_heads must divide n_heads = {self.n_heads}"
+        _require(self.n_heads % self.n_kv_heads == 0, f"{grouping}, got {self.n_kv_heads}")
         _require(self.head_dim % 2 == 0, f"head_dim must be even for RoPE, got {self.head_dim}")
 
     def _set(self, name: str, value: object) -> None:
@@ -107,7 +98,6 @@ class Config:
         """Return a named configuration with some fields replaced.
 
         n_kv_heads and head_dim follow an overridden n_heads or dim unless they are given too.
-        Raises ValueError for an unknown preset (the known ones are listed) or field.
         """
         if name not in PRESETS:
             raise ValueError(f"unknown preset {name!r}; known: {', '.join(PRESETS)}")
@@ -181,20 +171,22 @@ def rope_tables(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, 
     return angles.cos(), angles.sin()
 
 
+def split_heads(x: Tensor, head_dim: int) -> Tensor:
+    """[B, T, N * H] -> [B, T, N, H], a view."""
+    return x.unflatten(-1, (-1, head_dim))
+
+
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair (x[i], x[i + H/2]) by its angle: the rotate-half layout.
 
-    Shapes:   x [B, N, T, H]; cos, sin [T, H/2], fp32; result like x.
+    Shapes:   x [B, T, N, H]; cos, sin [T, H/2], fp32; result like x, contiguous: attention keeps
+              that order of heads and tokens, so that merge_heads need not copy.
     Numerics: computed in fp32 (fp64 for fp64), as the tables promote it, and rounded once.
     """
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     first, second = x.chunk(2, dim=-1)
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return turned.to(x.dtype)
-
-
-def split_heads(x: Tensor, head_dim: int) -> Tensor:
-    """[B, T, N * H] -> [B, N, T, H], a view."""
-    return x.unflatten(-1, (-1, head_dim)).transpose(1, 2)
 
 
 def merge_heads(x: Tensor) -> Tensor:
@@ -257,9 +249,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]; cos, sin [T, H/2]."""
-        q = apply_rope(split_heads(self.query(x), self.head_dim), cos, sin)  # [B, N, T, H]
-        k = apply_rope(split_heads(self.key(x), self.head_dim), cos, sin)  # [B, M, T, H]
-        v = split_heads(self.value(x), self.head_dim)  # [B, M, T, H]
+        q = apply_rope(split_heads(self.query(x), self.head_dim), cos, sin)  # [B, T, N, H]
+        k = apply_rope(split_heads(self.key(x), self.head_dim), cos, sin)  # [B, T, M, H]
+        v = split_heads(self.value(x), self.head_dim)  # [B, T, M, H]
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
         return self.output(merge_heads(y))
 
@@ -297,8 +290,7 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """A decoder-only language model.
 
-    Build it under torch.device("meta") for a model without storage; after `to_empty`, or to start
-    anew, `reset_parameters` initialises every parameter.
+    Built under torch.device("meta") it has no storage: `to_empty`, then `reset_parameters`.
     """
 
     def __init__(self, config: Config) -> None:
@@ -311,6 +303,8 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.head = None if config.tie_embeddings else Linear(config.dim, config.vocab_size)
         self.reset_parameters()
+        self._build_rope()  # again after load_state_dict(assign=True), which may bring a device
+        self.register_load_state_dict_post_hook(Transformer._build_rope)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -319,7 +313,23 @@ class Transformer(nn.Module):
             if parameter.dim() == 1:
                 parameter.fill_(1.0)
             else:
-                parameter.normal_(0.0, INIT_STD)
+                parameter.normal_(0.0, 0.02)
+
+    def _build_rope(self, *_: Any) -> None:
+        """Compute the rows of all positions on the device of the weights.
+
+        No buffers: those are rounded by to(bfloat16), left empty by to_empty(), sent round by DDP.
+        Not in forward: inductor would compute pow, cos and sin again in each layer's kernels, a
+        quarter of the 124m step on an H200.
+        """
+        positions = torch.arange(self.config.max_seq_len, device=self.embedding.weight.device)
+        self._rope = rope_tables(positions, self.config.head_dim, self.config.rope_base)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Transformer:
+        """Have the tables follow what to(), cuda(), bfloat16(), to_empty() do to parameters."""
+        super()._apply(*args, **kwargs)
+        self._build_rope()
+        return self
 
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, *, return_logits: bool = True
@@ -332,7 +342,7 @@ class Transformer(nn.Module):
                   return_logits: False gives None for them, so that they need not outlive the loss.
         Raises:   ValueError for a sequence longer than max_seq_len or shapes that do not fit.
         """
-        self._check_inputs(tokens, targets, return_logits)
+        self._check_inputs(tokens, targets)
         x = self._hidden(tokens)
         logits = F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
         loss = None if targets is None else cross_entropy(logits, targets)
@@ -340,10 +350,7 @@ class Transformer(nn.Module):
 
     def _hidden(self, tokens: Tensor) -> Tensor:
         """[B, T] -> [B, T, D], what the head reads."""
-        # Computed in each forward: a buffer would be rounded by model.to(bfloat16) and left
-        # empty by to_empty(). One table serves all layers.
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        cos, sin = rope_tables(positions, self.config.head_dim, self.config.rope_base)
+        cos, sin = (table[: tokens.shape[1]] for table in self._rope)
         # Without gradients there is no backward to recompute for.
         num_recomputed = self.config.num_recomputed_layers if torch.is_grad_enabled() else 0
         x = self.embedding(tokens)
@@ -355,20 +362,15 @@ class Transformer(nn.Module):
                 x = block(x, cos, sin)
         return self.norm(x)
 
-    def _check_inputs(self, tokens: Tensor, targets: Tensor | None, return_logits: bool) -> None:
+    def _check_inputs(self, tokens: Tensor, targets: Tensor | None) -> None:
         if tokens.dim() != 2:
             raise ValueError(f"tokens must be [batch, sequence], got {tuple(tokens.shape)}")
-        if tokens.shape[1] > self.config.max_seq_len:
-            raise ValueError(
-                f"sequence of {tokens.shape[1]} tokens is longer than max_seq_len = "
-                f"{self.config.max_seq_len}; cut the input or raise max_seq_len"
-            )
-        if targets is None and not return_logits:
-            raise ValueError("return_logits=False without targets leaves nothing to return")
+        length, limit = tokens.shape[1], self.config.max_seq_len
+        if length > limit:
+            raise ValueError(f"{length} tokens exceed max_seq_len = {limit}: cut them or raise it")
         if targets is not None and targets.shape != tokens.shape:
             raise ValueError(
-                f"targets must have the shape of tokens, {tuple(tokens.shape)}, "
-                f"got {tuple(targets.shape)}"
+                f"targets must have tokens' shape {tuple(tokens.shape)}, got {tuple(targets.shape)}"
             )
 
 
