@@ -26,6 +26,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from xtrain import data_parallel, torch_compat
+from xtrain import passes as graph_passes
 from xtrain.backend import Backend, Call, Options, Session, SiteError
 from xtrain.report import Report
 from xtrain.step_keys import ReplayLedger, StepKey, StepKeys
@@ -330,6 +331,9 @@ def _checked_options(
         )
     if isinstance(disable_passes, str):
         disable_passes = (disable_passes,)
+    if not isinstance(passes, list | tuple):
+        raise TypeError(f"passes must be a list of functions, got {passes!r}")
+    graph_passes.order((), passes, disable_passes)  # wrong ones raise here, not in the first step
     if torch_compile_kwargs.get("options") is None:
         torch_compile_kwargs.pop("options", None)
     return Options(
@@ -456,8 +460,8 @@ def _clean_errors() -> Iterator[None]:
         yield
     except Exception as error:
         cause = torch_compat.backend_cause(error)
-        if isinstance(cause, SiteError | ValueError):
-            raise cause from None
+        if isinstance(cause, SiteError | graph_passes.PassError | ValueError):
+            raise cause from cause.__cause__
         raise
 
 

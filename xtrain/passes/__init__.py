@@ -15,7 +15,7 @@ from typing import Any
 from torch import fx
 
 from xtrain.passes.result import PassResult
-from xtrain.passes.runner import Pass, cache_key, run_passes
+from xtrain.passes.runner import Pass, PassError, cache_key, run_passes
 
 INSERT_RESIDUAL_DROPOUT = "insert_residual_dropout"
 # Names in running order; each stands where it does for the reason in this module's docstring.
@@ -25,7 +25,17 @@ UserPass = Callable[[fx.Graph], PassResult | None]
 
 _registered: dict[str, tuple[UserPass, str | None]] = {}
 
-__all__ = ["PASSES", "Pass", "PassResult", "cache_key", "order", "register", "run_passes"]
+__all__ = [
+    "PASSES",
+    "Pass",
+    "PassError",
+    "PassResult",
+    "cache_key",
+    "order",
+    "register",
+    "run_passes",
+    "unregister",
+]
 
 
 def register(name: str, pass_fn: UserPass, *, after: str | None = None) -> None:
@@ -62,7 +72,8 @@ def order(
     Args:     builtin: xtrain's own passes with their options.
               extra: functions, or (name, function) pairs, of one call of xtrain.compile.
               disabled: exact names.
-    Raises:   ValueError for a disabled name that no pass has, or a name used twice.
+    Raises:   ValueError for a disabled name that no pass has, or a name used twice; TypeError for
+              an extra pass that is neither a function nor (name, function).
     """
     passes = list(builtin)
     for name, (pass_fn, after) in _registered.items():
@@ -70,12 +81,27 @@ def order(
         names = [p.name for p in passes]
         passes.insert(names.index(after) + 1 if after in names else len(passes), entry)
     for item in extra:
-        name, pass_fn = item if isinstance(item, tuple) else (item.__name__, item)
+        name, pass_fn = _named(item)
         passes.append(Pass(name, pass_fn, pass_fn))
     names = [p.name for p in passes]
     if twice := sorted({n for n in names if names.count(n) > 1}):
         raise ValueError(f"two passes are named {twice[0]!r}; give each its own name")
     unknown = sorted(set(disabled) - set(names) - set(PASSES))
     if unknown:
-        raise ValueError(f"disable_passes names {unknown[0]!r}; the passes are {', '.join(names)}")
+        known = ", ".join(dict.fromkeys((*PASSES, *names)))
+        raise ValueError(f"disable_passes names {unknown[0]!r}; the passes are {known}")
     return [p for p in passes if p.name not in set(disabled)]
+
+
+def _named(item: Any) -> tuple[str, UserPass]:
+    if (
+        isinstance(item, tuple)
+        and len(item) == 2
+        and isinstance(item[0], str)
+        and callable(item[1])
+    ):
+        return item
+    name = getattr(item, "__name__", None)
+    if callable(item) and isinstance(name, str):
+        return name, item
+    raise TypeError(f"a pass must be a function with a name, or (name, function), got {item!r}")

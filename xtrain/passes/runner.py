@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import logging
@@ -19,6 +20,10 @@ from xtrain.passes.result import PassResult
 log = logging.getLogger("xtrain.passes")
 
 PassFn = Callable[[fx.Graph], PassResult | None]
+
+
+class PassError(RuntimeError):
+    """A graph pass failed or left a broken graph; the message names it, the cause is attached."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,8 @@ def run_passes(
     """Run passes in order on a graph module of our own (never Dynamo's; see clone_graph).
 
     Logs one INFO line a pass and, with dump_dir, writes `01_<pass>.before.py` and `.after.py`.
-    Raises:   what a pass raises, with the pass named; RuntimeError when it leaves a broken graph.
+    Raises:   PassError, naming the pass, when it raises, leaves a broken graph or returns something
+              other than a PassResult or None.
     """
     results = []
     for position, entry in enumerate(passes, start=1):
@@ -86,15 +92,15 @@ def _run_one(module: fx.GraphModule, entry: Pass) -> PassResult:
             part.graph.lint()
             part.recompile()
     except Exception as error:
-        error.add_note(
-            f"in the graph pass {entry.name!r}; disable_passes=[{entry.name!r}] skips it"
-        )
-        raise
+        raise PassError(
+            f"the graph pass {entry.name!r} failed with {type(error).__name__}: {error}. "
+            f"disable_passes=[{entry.name!r}] leaves it out."
+        ) from error
     if result is None:
         return PassResult()
     if not isinstance(result, PassResult):
-        raise TypeError(
-            f"pass {entry.name!r} returned {type(result).__name__}; return a PassResult or None"
+        raise PassError(
+            f"the graph pass {entry.name!r} returned {result!r}; return a PassResult or None"
         )
     return result
 
@@ -124,9 +130,12 @@ def _readable(module: fx.GraphModule) -> str:
 
 
 def _source_of(function: Callable[..., Any]) -> str:
-    """The source of the module that defines a pass: its helpers count too."""
+    """A pass's name and the source of the module that defines it: its helpers count too."""
+    if isinstance(function, functools.partial):
+        return f"{_source_of(function.func)}, {function.args!r}, {function.keywords!r}"
+    name = getattr(function, "__qualname__", type(function).__qualname__)
     try:
-        return inspect.getsource(inspect.getmodule(function) or function)
+        return f"{name}\n{inspect.getsource(inspect.getmodule(function) or function)}"
     except (OSError, TypeError):
         code = getattr(function, "__code__", None)
         if code is None:
