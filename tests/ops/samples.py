@@ -51,6 +51,53 @@ def _dropout(make: Make) -> Iterator[tuple[Any, ...]]:
         yield make(2, 3), p, _int64(5), _int64(0)
 
 
+def _sdpa(make: Make) -> Iterator[tuple[Any, ...]]:
+    def qkv(B: int, N: int, M: int, T: int, S: int, H: int) -> tuple[Tensor, ...]:
+        return make(B, N, T, H), make(B, M, S, H), make(B, M, S, H)
+
+    sees = torch.rand(2, 1, 5, 7) > 0.4
+    sees[0, 0, 3] = False  # a row that sees nothing
+    additive = torch.randn(4, 5, 7).masked_fill(~sees[0], float("-inf"))
+    yield *qkv(2, 4, 2, 5, 5, 8), None, True, 0.3, None, None
+    yield *qkv(2, 4, 2, 5, 7, 8), sees, True, 0.3, 3, None
+    yield *qkv(1, 4, 4, 5, 7, 6), additive, False, 0.3, None, 2.0
+    yield *qkv(2, 2, 1, 0, 3, 8), None, True, 0.3, None, None
+    yield *qkv(2, 2, 1, 1, 1, 8), None, False, 0.3, None, None
+    yield *qkv(0, 2, 1, 3, 0, 8), None, False, 0.3, None, None
+
+
+def _cross_entropy(make: Make) -> Iterator[tuple[Any, ...]]:
+    targets = torch.tensor([[0, 8, -100, 3], [5, 5, 2, -100]])
+    weights = torch.rand(2, 4)
+    yield make(2, 4, 9), targets, weights, -100, 0.1, 1e-3, "mean"
+    yield make(2, 4, 9), targets, None, -100, 0.0, 0.0, "none"
+    yield make(1, 9), targets[:1, 0], None, -100, 0.0, 0.0, "sum"
+    yield make(2, 9), torch.full((2,), -100), None, -100, 0.0, 0.0, "mean"
+    yield make(0, 9), targets[0, :0], None, -100, 0.1, 0.0, "mean"
+
+
 SAMPLES: dict[str, Callable[[Make], Iterator[tuple[Any, ...]]]] = {
     "dropout": _dropout,
+    "sdpa": _sdpa,
+    "cross_entropy": _cross_entropy,
 }
+
+# Positions of float arguments that are constants by contract: no gradient is promised.
+CONSTANTS: dict[str, tuple[int, ...]] = {"cross_entropy": (2,)}
+
+
+def with_gradients(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments as leaves in their layout that want gradients, where the op gives them."""
+
+    def leaf(position: int, value: Any) -> Any:
+        constant = position in CONSTANTS.get(name, ())
+        if isinstance(value, Tensor) and value.is_floating_point() and not constant:
+            return value.detach().requires_grad_()
+        return value
+
+    return tuple(leaf(position, value) for position, value in enumerate(args))
+
+
+def wanting_gradients(args: tuple[Any, ...]) -> list[Tensor]:
+    """The arguments that `with_gradients` made leaves."""
+    return [t for t in args if isinstance(t, Tensor) and t.requires_grad]

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from samples import SAMPLES, maker
-from test_opcheck import differentiable
+from samples import SAMPLES, maker, wanting_gradients, with_gradients
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -17,7 +16,8 @@ from xtrain.ops import OPS
 def bits(value: Any) -> bytes | Any:
     if not isinstance(value, Tensor):
         return value
-    return value.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    packed = torch.empty(value.shape, dtype=value.dtype).copy_(value.detach())
+    return packed.flatten().view(torch.uint8).numpy().tobytes()
 
 
 def snapshot(tree: Any) -> list[Any]:
@@ -27,7 +27,10 @@ def snapshot(tree: Any) -> list[Any]:
 def grad_layouts(output: Tensor) -> dict[str, Tensor]:
     """Incoming gradients that a careless kernel misreads or writes through."""
     dy = torch.randn(output.shape).to(output.dtype)
-    layouts = {"dense": dy, "expanded": torch.ones(1, dtype=dy.dtype).expand(output.shape)}
+    layouts = {
+        "dense": dy,
+        "expanded": torch.ones((1,) * output.dim(), dtype=dy.dtype).expand_as(dy),
+    }
     if output.dim() >= 2:
         layouts["transposed"] = dy.transpose(0, -1).contiguous().transpose(0, -1)
     return layouts
@@ -37,8 +40,8 @@ def grad_layouts(output: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", OPS)
 def test_inputs_and_gradients_unchanged(name, dtype):
     for args in SAMPLES[name](maker("contiguous", dtype)):
-        args = pytree.tree_map(differentiable, args)
-        leaves = [t for t in pytree.tree_leaves(args) if isinstance(t, Tensor) and t.requires_grad]
+        args = with_gradients(name, args)
+        leaves = wanting_gradients(args)
         before = snapshot(args)
         outputs = [t for t in pytree.tree_leaves(OPS[name].forward(*args)) if t.requires_grad]
         after_forward = snapshot(outputs)
@@ -68,3 +71,17 @@ def test_results_are_fresh_memory(name):
         for out in pytree.tree_leaves(OPS[name].forward(*args)):
             if isinstance(out, Tensor) and out.numel():
                 assert out.untyped_storage().data_ptr() not in storages, f"{name} aliases an input"
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_second_derivative_is_right_or_refused(name):
+    args = next(iter(SAMPLES[name](maker("contiguous", torch.float32))))
+    args = with_gradients(name, args)
+    leaves = wanting_gradients(args)
+    outputs = [t for t in pytree.tree_leaves(OPS[name].forward(*args)) if t.requires_grad]
+    grads = torch.autograd.grad([t.sum() for t in outputs], leaves, create_graph=True)
+    total = sum((g * g).sum() for g in grads)
+    if not total.requires_grad:
+        return  # linear: the gradient depends on no input
+    with pytest.raises(NotImplementedError, match=f"xtrain::{name}_backward has no derivative"):
+        torch.autograd.grad(total, leaves)

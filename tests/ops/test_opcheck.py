@@ -6,20 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from samples import DTYPES, LAYOUTS, SAMPLES, maker
+from samples import DTYPES, LAYOUTS, SAMPLES, maker, with_gradients
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from xtrain.ops import OPS
-
-
-def differentiable(value: Any) -> Any:
-    """A leaf in value's layout that wants a gradient, if value is a float tensor."""
-    if isinstance(value, Tensor) and value.is_floating_point():
-        return value.detach().requires_grad_()
-    return value
 
 
 class RecordCalls(TorchDispatchMode):
@@ -32,23 +25,19 @@ class RecordCalls(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is self.op:
-            self.calls.append(args)
+            self.calls.append(pytree.tree_map_only(Tensor, Tensor.detach, args))
         return func(*args, **(kwargs or {}))
 
 
 def backward_arguments(name: str, args: tuple[Any, ...], make) -> list[tuple[Any, ...]]:
     """What backward of this forward call hands to the backward op, with gradients in the layout."""
-    args = pytree.tree_map(differentiable, args)
+    args = with_gradients(name, args)
     outputs = [t for t in pytree.tree_leaves(OPS[name].forward(*args)) if t.requires_grad]
     grads = [make(*t.shape).to(t.dtype) if t.dim() else torch.ones_like(t) for t in outputs]
     with RecordCalls(OPS[name].backward) as record:
         torch.autograd.backward(outputs, grads)
     assert record.calls, f"backward of {name} did not call {OPS[name].backward}"
     return record.calls
-
-
-def has_empty_tensor(args: tuple[Any, ...]) -> bool:
-    return any(isinstance(a, Tensor) and a.numel() == 0 for a in pytree.tree_leaves(args))
 
 
 def assert_fake_equals_real(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:
@@ -83,10 +72,10 @@ def test_fake_strides_equal_real(name, layout, dtype):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", OPS)
 def test_opcheck(name, layout, dtype):
+    """Every layout with every dtype on the first sample; on the rest where fp32 is not strided."""
     make = maker(layout, dtype)
-    for args in SAMPLES[name](make):
-        if layout == "padded" and has_empty_tensor(args):
-            continue  # opcheck itself cannot clone an empty tensor whose rows are padded
-        torch.library.opcheck(OPS[name].forward, pytree.tree_map(differentiable, args))
+    samples = list(SAMPLES[name](make))
+    for args in samples if (layout, dtype) == ("contiguous", torch.float32) else samples[:1]:
+        torch.library.opcheck(OPS[name].forward, with_gradients(name, args))
         for call in backward_arguments(name, args, make):
             torch.library.opcheck(OPS[name].backward, call)

@@ -10,13 +10,17 @@ from hashlib import sha256
 from pathlib import Path
 
 from xtrain import torch_compat
-from xtrain.ops import dropout as _dropout
+from xtrain.ops.cross_entropy import OP as CROSS_ENTROPY
+from xtrain.ops.cross_entropy import cross_entropy
+from xtrain.ops.dropout import OP as DROPOUT
 from xtrain.ops.dropout import dropout, dropout_mask
 from xtrain.ops.registry import Op
+from xtrain.ops.sdpa import OP as SDPA
+from xtrain.ops.sdpa import sdpa
 
-__all__ = ["OPS", "Op", "dropout", "dropout_mask"]
+__all__ = ["OPS", "Op", "cross_entropy", "dropout", "dropout_mask", "sdpa"]
 
-OPS: dict[str, Op] = {op.name: op for op in (_dropout.OP,)}
+OPS: dict[str, Op] = {op.name: op for op in (DROPOUT, SDPA, CROSS_ENTROPY)}
 
 
 def _source_hash() -> str:

@@ -81,3 +81,15 @@ def define_autograd(
               by keyword.
     """
     torch.library.register_autograd(op.name(), backward, setup_context=setup_context, lib=LIBRARY)
+
+
+def forbid_second_derivative(backward_op: torch._ops.OpOverload) -> None:
+    """Make a derivative of backward_op raise; without this autograd would look into its kernels."""
+
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        raise NotImplementedError(
+            f"{backward_op.name()} has no derivative: for second derivatives differentiate the "
+            "op's reference in plain PyTorch (xtrain.ops.OPS[name].reference)"
+        )
+
+    torch.library.register_autograd(backward_op.name(), backward, lib=LIBRARY)

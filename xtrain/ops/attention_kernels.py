@@ -1,0 +1,179 @@
+"""torch's fused attention kernels behind one interface: the part of torch_compat about attention.
+
+`aten._scaled_dot_product_*` differ in arguments, in the layout of the log-sum-exp and in what they
+accept. Here each takes (q, k, v, bias, is_causal, scale) and gives (out, lse [B, N, T]), and its
+backward takes the same lse, so that forward and backward may even choose differently.
+
+Letters: B batch, N query heads, M KV heads, T query length, S key length, H head dim.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Kernel = Literal["cpu_flash", "flash", "cudnn", "efficient"]
+
+_aten = torch.ops.aten
+_BY_SDP_CHOICE: dict[int, Kernel] = {1: "flash", 2: "efficient", 3: "cudnn"}
+
+
+def choose(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float
+) -> Kernel | None:
+    """Return the kernel that serves these inputs, or None when torch has none.
+
+    Args:     bias: additive, broadcastable to [B, N, T, S], no row of it -inf throughout.
+              is_causal: only with T == S and no bias: torch aligns top-left.
+    """
+    if min(q.numel(), k.numel()) == 0 or q.shape[-1] != v.shape[-1]:
+        return None
+    if q.device.type == "cpu":
+        return "cpu_flash"
+    if q.device.type != "cuda":
+        return None
+    grouped = q.shape[1] != k.shape[1]
+    if bias is not None or q.dtype == torch.float32:  # these have no grouped heads: see _expand
+        k, v, grouped = _expand(q, k), _expand(q, v), False
+    if bias is not None:
+        params = torch.backends.cuda.SDPAParams(
+            q, k, v, _efficient_bias(q, k, bias), 0.0, is_causal, grouped
+        )
+        return "efficient" if torch.backends.cuda.can_use_efficient_attention(params) else None
+    choice = _aten._fused_sdp_choice(q, k, v, None, 0.0, is_causal, scale=scale, enable_gqa=grouped)
+    return _BY_SDP_CHOICE.get(choice)
+
+
+def forward(
+    kernel: Kernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Return (out [B, N, T, H], lse [B, N, T], natural logarithm)."""
+    q, k, v = _last_dim_dense(q), _last_dim_dense(k), _last_dim_dense(v)
+    head_dim = q.shape[-1]
+    if kernel == "cpu_flash":
+        return _aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale
+        )
+    if kernel == "flash":
+        q, k, v = _pad_head_dim(q), _pad_head_dim(k), _pad_head_dim(v)
+        out, lse = _aten._scaled_dot_product_flash_attention(
+            q, k, v, 0.0, is_causal, False, scale=scale
+        )[:2]
+        return out[..., :head_dim], lse
+    if kernel == "cudnn":
+        out, lse = _aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, is_causal, False, scale=scale
+        )[:2]
+        return out, lse.reshape(q.shape[:3])
+    bias = None if bias is None else _efficient_bias(q, k, bias)
+    out, lse = _aten._scaled_dot_product_efficient_attention(
+        q, _expand(q, k), _expand(q, v), bias, True, 0.0, is_causal, scale=scale
+    )[:2]
+    return out, lse[..., : q.shape[2]]
+
+
+def backward(
+    kernel: Kernel,
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (grad_q, grad_k, grad_v) in the shapes of q, k, v; lse as `forward` gives it."""
+    grad_out, q, k, v, out = map(_last_dim_dense, (grad_out, q, k, v, out))
+    head_dim = q.shape[-1]
+    if kernel == "cpu_flash":
+        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_out, q, k, v, out, lse, 0.0, is_causal, attn_mask=bias, scale=scale
+        )
+    # Without dropout the kernels do not read their random state.
+    unused = torch.empty((), dtype=torch.int64, device=q.device)
+    lengths = (q.shape[2], k.shape[2])
+    if kernel == "flash":
+        padded = map(_pad_head_dim, (grad_out, q, k, v, out))
+        grads = _aten._scaled_dot_product_flash_attention_backward(
+            *padded, lse, None, None, *lengths, 0.0, is_causal, unused, unused, scale=scale
+        )
+        return tuple(grad[..., :head_dim] for grad in grads)
+    if kernel == "cudnn":
+        return _aten._scaled_dot_product_cudnn_attention_backward(
+            grad_out,
+            q,
+            k,
+            v,
+            out,
+            lse.unsqueeze(-1),
+            unused,
+            unused,
+            None,
+            None,
+            None,
+            *lengths,
+            0.0,
+            is_causal,
+            scale=scale,
+        )
+    padding = -lse.shape[-1] % 32  # the kernel reads lse in rows of 32
+    grad_q, grad_k, grad_v, _ = _aten._scaled_dot_product_efficient_attention_backward(
+        grad_out,
+        q,
+        _expand(q, k),
+        _expand(q, v),
+        None if bias is None else _efficient_bias(q, k, bias),
+        out,
+        F.pad(lse, (0, padding), value=float("inf")),
+        unused,
+        unused,
+        0.0,
+        [True, True, True, False],
+        is_causal,
+        scale=scale,
+    )
+    return grad_q, _sum_groups(grad_k, k), _sum_groups(grad_v, v)
+
+
+def _last_dim_dense(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _pad_head_dim(x: Tensor) -> Tensor:
+    """Zeros up to the next multiple of 8, as torch does before its flash kernel."""
+    padding = -x.shape[-1] % 8
+    return F.pad(x, (0, padding)) if padding else x
+
+
+def _expand(q: Tensor, kv: Tensor) -> Tensor:
+    """Repeat each KV head for its N / M query heads, where a kernel knows no groups."""
+    groups = q.shape[1] // kv.shape[1]
+    return kv if groups == 1 else kv.repeat_interleave(groups, dim=1)
+
+
+def _sum_groups(grad: Tensor, kv: Tensor) -> Tensor:
+    if grad.shape[1] == kv.shape[1]:
+        return grad
+    groups = grad.shape[1] // kv.shape[1]
+    return grad.unflatten(1, (kv.shape[1], groups)).sum(dim=2)
+
+
+def _efficient_bias(q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
+    """The bias in q's dtype, rows at multiples of 16 bytes, expanded to [B, N, T, S].
+
+    Only 0 and -inf come here, exact in every dtype.
+    """
+    length = k.shape[2]
+    padded = F.pad(bias.to(q.dtype), (0, -length % 16))[..., :length]
+    return padded.expand(q.shape[0], q.shape[1], q.shape[2], length)

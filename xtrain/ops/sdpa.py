@@ -1,0 +1,291 @@
+"""Scaled dot-product attention with grouped heads, masks, windows and softcap.
+
+    scores = softcap(scale * q k^T)            softcap(s) = softcap * tanh(s / softcap)
+    bias   = 0 where query i sees key j, -inf where not, + the additive mask
+    out    = softmax(scores + bias) v          0 in a row that sees nothing
+
+Causal and window are aligned bottom-right: query i sees key j iff
+i + S - T - window < j <= i + S - T. Query head n uses KV head n // (N / M).
+
+Letters: B batch, N query heads, M KV heads, G = N / M, T query length, S key length, H head dim.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xtrain.ops import registry
+from xtrain.ops.sdpa_decomposition import (
+    choose_kernel,
+    compute_dtype,
+    plan_of,
+    sdpa_backward_decomposition,
+    sdpa_decomposition,
+)
+
+
+def sdpa_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Return attention by matmul and softmax in c, materialising the scores; differentiable."""
+    c = compute_dtype(q.dtype)
+    groups = q.shape[1] // k.shape[1]
+    keys = k.to(c).repeat_interleave(groups, dim=1)
+    values = v.to(c).repeat_interleave(groups, dim=1)
+    scores = q.to(c) @ keys.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    T, S = scores.shape[-2:]
+    sees = torch.ones(T, S, dtype=torch.bool, device=q.device)
+    if causal:
+        i = torch.arange(T, device=q.device)[:, None]
+        j = torch.arange(S, device=q.device)[None, :]
+        sees = j <= i + S - T
+        if window is not None:
+            sees = sees & (j > i + S - T - window)
+    if mask is not None and mask.dtype == torch.bool:
+        sees = sees & mask
+    elif mask is not None:
+        scores = scores + mask.to(c)
+        sees = sees & (mask != -math.inf)
+    sees = sees.expand(scores.shape)
+    sees_any = sees.any(-1, keepdim=True)
+    # A row of -inf alone has no softmax: give it a 0 to work on, then clear it.
+    scores = scores.masked_fill(~sees, -math.inf).masked_fill(~sees_any, 0.0)
+    probabilities = torch.softmax(scores, dim=-1).masked_fill(~sees_any, 0.0)
+    return (probabilities @ values).to(q.dtype)
+
+
+def _empty_in_layout(x: Tensor, last: int) -> Tensor:
+    """Return memory for [B, N, T, last]: [B, T, N, last] transposed if x lies so, else contiguous.
+
+    Models transpose the result back: from this layout without a copy. empty_like would not do: on
+    empty and overlapping tensors its strides differ between real and fake ones.
+    """
+    B, N, T, _ = x.shape
+    if not x.is_contiguous() and x.transpose(1, 2).is_contiguous():
+        return torch.empty(B, T, N, last, dtype=x.dtype, device=x.device).transpose(1, 2)
+    return torch.empty(B, N, T, last, dtype=x.dtype, device=x.device)
+
+
+def _lse_like(q: Tensor) -> Tensor:
+    return torch.empty(q.shape[:3], dtype=compute_dtype(q.dtype), device=q.device)
+
+
+def _stored(value: Tensor, like: Tensor) -> Tensor:
+    """Return value in the strides of `like`, copied only where they differ."""
+    return value if value.stride() == like.stride() else like.copy_(value)
+
+
+def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return _empty_in_layout(q, v.shape[3]), _lse_like(q)
+
+
+def _forward_eager(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    out, lse = sdpa_decomposition(q, k, v, *rest)
+    return _stored(out, _empty_in_layout(q, v.shape[3])), _stored(lse, _lse_like(q))
+
+
+def _grad_mask_like(mask: Tensor | None, q: Tensor, need_mask_grad: bool) -> Tensor:
+    if mask is None or not need_mask_grad:
+        return q.new_empty(0)
+    return torch.empty(mask.shape, dtype=mask.dtype, device=mask.device)
+
+
+def _backward_fake(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return (
+        _empty_in_layout(q, q.shape[3]),
+        _empty_in_layout(k, k.shape[3]),
+        _empty_in_layout(v, v.shape[3]),
+        _grad_mask_like(mask, q, rest[-1]),
+    )
+
+
+def _backward_eager(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grads = sdpa_backward_decomposition(grad_out, q, k, v, mask, *rest)
+    likes = _backward_fake(grad_out, q, k, v, mask, *rest)
+    grad_q, grad_k, grad_v, grad_mask = map(_stored, grads, likes)
+    return grad_q, grad_k, grad_v, grad_mask
+
+
+FORWARD = registry.define_op(
+    "sdpa(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float scale, int? window, "
+    "float? softcap) -> (Tensor, Tensor)",
+    fake=_forward_fake,
+    decomposition=sdpa_decomposition,
+    cpu=_forward_eager,
+    cuda=_forward_eager,
+)
+BACKWARD = registry.define_op(
+    "sdpa_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, "
+    "Tensor lse, bool causal, float scale, int? window, float? softcap, bool need_mask_grad) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    fake=_backward_fake,
+    decomposition=sdpa_backward_decomposition,
+    cpu=_backward_eager,
+    cuda=_backward_eager,
+)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, mask, *ctx.options = inputs
+    out, lse = output
+    ctx.mark_non_differentiable(lse)
+    ctx.save_for_backward(q, k, v, mask, out, lse)
+
+
+def _backward(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, mask, out, lse = ctx.saved_tensors
+    need_mask_grad = ctx.needs_input_grad[3]
+    *grads, grad_mask = BACKWARD(grad_out, q, k, v, mask, out, lse, *ctx.options, need_mask_grad)
+    return (*grads, grad_mask if need_mask_grad else None, None, None, None, None)
+
+
+registry.define_autograd(FORWARD, _backward, _setup_context)
+registry.forbid_second_derivative(BACKWARD)
+
+
+def sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Return softmax(softcap(scale * q k^T) + bias) v, per head.
+
+    Shapes:   q (B, N, T, H); k, v (B, M, S, H), N a multiple of M: query head n uses KV head
+              n // (N / M); any strides; result (B, N, T, H) in q's memory layout.
+    Args:     mask: bool (True = attend) or float (added to the scores), broadcastable to
+              (B, N, T, S); with causal, both must allow.
+              causal: query i sees key j iff j <= i + S - T (bottom-right).
+              scale: default 1 / sqrt(H).
+              window: with causal, also j > i + S - T - window.
+              softcap: scores become softcap * tanh(scores / softcap), before the mask.
+    Grad:     of q, k, v and of a float mask; saves them, the result and lse (B, N, T), no scores.
+    Numerics: softmax in fp32 (fp64 for fp64). A row that sees nothing (bool False, or -inf) gives
+              exact zeros and zero gradients; finite minima are ordinary numbers.
+    Raises:   ValueError for shapes, dtypes or options that do not fit, with their values.
+    Source:   Vaswani et al. 2017; grouped heads: Ainslie et al. 2023; softcap: Gemma 2, 2024.
+    """
+    check_inputs(q, k, v, mask, causal, window, softcap)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return FORWARD(q, k, v, mask, causal, scale, window, softcap)[0]
+
+
+def check_inputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+) -> None:
+    """Raise ValueError, with the values, for what `sdpa` cannot compute."""
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise ValueError(
+            f"sdpa: q, k and v must be [batch, heads, length, head dim], got {_shapes(q, k, v)}"
+        )
+    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"sdpa: shapes do not fit together: {_shapes(q, k, v)}")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
+        raise ValueError(
+            f"sdpa: {q.shape[1]} query heads cannot be shared out among {k.shape[1]} KV heads: "
+            "the first number must be a multiple of the second"
+        )
+    if not q.dtype == k.dtype == v.dtype or not q.dtype.is_floating_point:
+        raise ValueError(
+            f"sdpa: q, k and v must have one float dtype, got {q.dtype}, {k.dtype}, {v.dtype}"
+        )
+    if window is not None and (window < 1 or not causal):
+        raise ValueError(
+            f"sdpa: window must be at least 1 and needs causal=True, got {window}, causal={causal}"
+        )
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"sdpa: softcap must be positive, got {softcap}: None means no cap")
+    if mask is not None:
+        _check_mask(mask, (q.shape[0], q.shape[1], q.shape[2], k.shape[2]))
+
+
+def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
+    return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+
+
+def _check_mask(mask: Tensor, full: tuple[int, int, int, int]) -> None:
+    if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
+        raise ValueError(
+            f"sdpa: mask must be bool (True = attend) or float (added), got {mask.dtype}"
+        )
+    sizes = zip(reversed(mask.shape), reversed(full), strict=False)
+    if mask.dim() > 4 or any(size != 1 and size != want for size, want in sizes):
+        raise ValueError(f"sdpa: mask {tuple(mask.shape)} does not broadcast to {full}")
+
+
+def supports(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> str | None:
+    """Return why no library kernel takes these inputs, or None when one does."""
+    backend = sdpa_backend(
+        q, k, v, mask=mask, causal=causal, scale=scale, window=window, softcap=softcap
+    )
+    return backend if backend.startswith("explicit") else None
+
+
+def sdpa_backend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> str:
+    """Return what computes `sdpa` of these inputs: a kernel's name, or "explicit: " and why."""
+    check_inputs(q, k, v, mask, causal, window, softcap)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    plan = plan_of(mask, causal, window, q, k)
+    kernel, reason = choose_kernel(q, k, v, mask, plan, scale, softcap)
+    return kernel or f"explicit: {reason}"
+
+
+OP = registry.Op(
+    name="sdpa",
+    public=sdpa,
+    reference=sdpa_reference,
+    forward=FORWARD,
+    backward=BACKWARD,
+    decomposition=sdpa_decomposition,
+    backward_decomposition=sdpa_backward_decomposition,
+    supports=supports,
+)
