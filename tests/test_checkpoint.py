@@ -38,6 +38,14 @@ def assert_is_step(loaded, step):
     assert torch.all(loaded.tensors["optimizer"]["a/exp_avg"] == -step)
 
 
+def test_what_was_read_does_not_depend_on_the_file(tmp_path):
+    path = write(tmp_path, 5)
+    loaded = checkpoint.read(path)
+    for file in path.iterdir():
+        file.write_bytes(b"")
+    assert_is_step(loaded, 5)
+
+
 def names(folder):
     return sorted(path.name for path in folder.iterdir())
 

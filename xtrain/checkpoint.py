@@ -137,7 +137,11 @@ def read(path: Path) -> Checkpoint:
     if reason is not None:
         raise CheckpointError(f"{path} is not a complete checkpoint: {reason}")
     state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    tensors = {file.stem: load_file(file) for file in sorted(path.glob("*.safetensors"))}
+    tensors = {
+        # cloned: loaded tensors are a map of the file, which later saves delete
+        file.stem: {name: tensor.clone() for name, tensor in load_file(file).items()}
+        for file in sorted(path.glob("*.safetensors"))
+    }
     return Checkpoint(path=path, step=state["step"], tensors=tensors, state=state)
 
 

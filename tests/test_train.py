@@ -1,0 +1,318 @@
+"""The training command as a user meets it: help, mistakes, a whole run, what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import subprocess
+import sys
+import time
+import warnings
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from training import Runner
+
+from xtrain import checkpoint, session, train
+from xtrain.config import RunConfig
+from xtrain.data import load_tokenizer
+
+
+@pytest.fixture
+def runner(tmp_path, monkeypatch):
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # the command replaces it
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # nothing here is large enough to share
+    yield Runner(tmp_path)
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(False)
+
+
+# --- the command line ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["train", "generate"])
+def test_help_is_quick_and_imports_no_torch(command):
+    script = f"""
+import sys
+from xtrain.{command} import main
+try:
+    main(["--help"])
+except SystemExit as stop:
+    assert stop.code == 0
+assert not {{"torch", "triton", "numpy", "safetensors"}} & set(sys.modules)
+"""
+    started = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"usage: python -m xtrain.{command}" in done.stdout
+    assert time.perf_counter() - started < 2.0
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--stepz", "3"], "unknown argument '--stepz'; did you mean --steps"),
+        (["--steps", "many"], "argument --steps: invalid int value: 'many'"),
+        (["--steps", "0"], "train.steps must be at least 1, got 0"),
+        (["--dropout", "1.5"], "model.dropout must be at most 1, got 1.5"),
+        (["--preset", "smal"], "did you mean small?"),
+        (["--recompute", "some"], "model.recompute must be none, full or a number of layers"),
+        (["--set", "train.stesp=3"], "did you mean train.steps"),
+        (["--config", "nowhere.toml"], "cannot read the configuration nowhere.toml: No such file"),
+        (["--data", "nowhere.txt"], "nowhere.txt"),
+        (["--tokenizer", "bpe:12"], "N must be from 257"),
+        (["--device", "tpu"], "run.device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
+        (["--device", "cuda:97"], "run.device is cuda:97, but torch .* finds . CUDA devices"),
+        (["--disable-pass", "insert"], "unknown pass 'insert' in run.disable_passes; known: ins"),
+        (["--preset", "tiny", "--set", "model.n_heads=3"], "model.dim must be a multiple of n_he"),
+        (["--resume", "gone"], "--resume found no run 'gone'"),
+        (["--resume", "--config", "x.toml"], "no --config|cannot read"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(runner, capsys, monkeypatch, arguments, message):
+    import re
+
+    monkeypatch.chdir(runner.folder)
+    base = [] if {"--data", "--tokenizer"} & set(arguments) else [f"--data={runner.corpus}"]
+    base += ["--device=cpu"] if "--device" not in arguments else []
+    try:
+        code = train.main([*base, *arguments, f"--set=data.cache_dir={runner.folder}"])
+    except SystemExit as stop:
+        code = stop.code
+    error = capsys.readouterr().err
+    assert code == 2
+    assert error.startswith("error: ") and error.count("\n") == 1
+    assert re.search(message, error), error
+    runs = runner.folder / "runs"
+    assert not runs.exists() or not list(runs.iterdir())  # a failed start leaves no folder
+
+
+def test_flags_reach_their_fields():
+    parser = train.build_parser()
+    args = parser.parse_args(
+        "--preset 124m --data a b --data c --compile --no-deterministic --recompute 3 "
+        "--disable-pass x --disable-pass y --dump-graphs d --set optim.grad_clip=0".split()
+    )
+    config = RunConfig().override(train.overrides(args))
+    assert config.model.preset == "124m" and config.model.recompute == 3
+    assert config.data.paths == ("a", "b", "c")
+    assert config.run.compile is True and config.run.deterministic is False
+    assert config.run.disable_passes == ("x", "y") and config.run.dump_graphs == "d"
+    assert config.optim.grad_clip == 0.0
+    assert RunConfig().override(train.overrides(parser.parse_args([]))) == RunConfig()
+
+
+# --- a run --------------------------------------------------------------------------------------
+
+
+def test_a_run_learns_and_leaves_its_folder(runner, capsys):
+    graphs = runner.folder / "graphs"
+    code = runner(
+        "--name=first",
+        "--steps=60",
+        "--dropout=0.1",
+        "--dtype=bf16",
+        f"--dump-graphs={graphs}",
+        "--set=train.eval_interval=20",
+        "--set=train.micro_batch_size=2",
+        "--set=train.sample_tokens=30",
+        "--set=checkpoint.interval=25",
+    )
+    out = capsys.readouterr().out
+    assert code == 0
+    run = runner.run("first")
+
+    records = runner.records("first")
+    assert [record["step"] for record in records] == list(range(60))
+    losses = [record["loss"] for record in records]
+    assert losses[0] == pytest.approx(math.log(256), rel=0.05)  # nothing known yet: 256 bytes
+    assert sum(losses[-10:]) / 10 < 0.6 * losses[0]
+    assert {r["step"]: r["val_loss"] for r in records if "val_loss" in r}.keys() == {19, 39, 59}
+    assert [record["compile"] for record in records] == [True, *[False] * 59]
+    assert [record["tokens"] for record in records] == [64 * (i + 1) for i in range(60)]
+    for record in records:
+        assert record["tokens_per_s"] == pytest.approx(64 / record["step_time_ms"] * 1e3)
+        assert record["grad_norm"] > 0 and record["peak_memory_gib"] > 0
+        assert record["mfu_percent"] is None
+
+    saved = RunConfig.load(run / "config.toml")
+    assert (saved.model.dim, saved.model.vocab_size, saved.run.name) == (32, 256, "first")
+    assert f'torch = "{torch.__version__}"' in (run / "config.toml").read_text()
+    assert [p.name for _, p in checkpoint.steps(run / "checkpoints")] == [
+        "step_00000050",
+        "step_00000060",
+    ]
+    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert load_tokenizer(run / "tokenizer.json").name == "byte"
+    assert any(path.suffix == ".py" for path in graphs.rglob("*.py"))
+
+    expected = [  # in this order
+        f"torch {torch.__version__}",
+        "configuration:",
+        "model:      preset tiny, dim 32",
+        "corpus.txt",
+        "text before training",
+        "insert_residual_dropout: 2 matched, 2 replaced",
+        "blocks.0.attention",
+        "blocks.0.feed_forward",
+        "step 1/60",
+        "step 20/60  validation loss",
+        "text after training",
+        "done: step 60, 3,840 tokens",
+        "training loss",
+        f"python -m xtrain.train --resume {run}",
+    ]
+    position = 0
+    for text in expected:
+        position = out.find(text, position)
+        assert position >= 0, text
+
+
+def test_a_name_is_never_used_twice(runner, capsys):
+    assert runner("--name=mine", "--steps=1") == 0
+    before = (runner.run("mine") / "metrics.jsonl").read_text()
+    assert runner("--name=mine", "--steps=1") == 2
+    error = capsys.readouterr().err
+    assert "exists already: add --resume to continue that run, or choose another --name" in error
+    assert (runner.run("mine") / "metrics.jsonl").read_text() == before
+    assert runner("--name=a/b", "--steps=1") == 2
+    assert [runner("--steps=1"), runner("--steps=1")] == [0, 0]
+    assert sorted(p.name for p in (runner.folder / "runs").iterdir()) == ["mine", "tiny", "tiny-2"]
+
+
+def test_two_eager_runs_are_bitwise_equal(runner):
+    """Row C58; the compiled case is with the recompiles, below."""
+    for name in ("one", "two"):
+        flags = ("--steps=20", "--dropout=0.2", "--set=train.micro_batch_size=2")
+        assert runner(f"--name={name}", *flags) == 0
+    assert_equal_runs(runner, "one", "two")
+
+
+def assert_equal_runs(runner, first, second):
+    assert runner.losses(first) == runner.losses(second)
+    assert len(set(runner.losses(first))) == len(runner.losses(first)) >= 20
+    one, two = (read_newest(runner, name) for name in (first, second))
+    for group in ("model", "optimizer"):
+        for key, tensor in one.tensors[group].items():
+            assert torch.equal(tensor, two.tensors[group][key]), key
+
+
+def read_newest(runner, name):
+    path, _ = checkpoint.newest_complete(runner.run(name) / "checkpoints")
+    return checkpoint.read(path)
+
+
+def test_thirty_compiled_steps_compile_once(runner, monkeypatch, caplog):
+    """Row C12: step, seed and learning rate are values, not constants; masks change each step.
+
+    Row C58: the run again, its kernels from the cache now, is bitwise the same.
+    """
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(runner.folder / "inductor"))
+    compiles = []
+    original = session.Trainer._step
+    tokens, targets = torch.arange(64).reshape(4, 16), torch.arange(1, 65).reshape(4, 16)
+
+    def step(self, batch, *rest):
+        original(self, batch, *rest)
+        losses = []
+        for key in (batch.step, batch.step, batch.step + 1):  # the same weights: masks alone differ
+            self.parts.compiled.set_step(key, first_sample=0)
+            losses.append(self.parts.compiled(tokens, targets, return_logits=False)[1].item())
+        assert losses[0] == losses[1] != losses[2]
+        compiles.append(counters["stats"]["unique_graphs"])
+
+    monkeypatch.setattr(session.Trainer, "_step", step)
+    flags = ("--steps=30", "--dropout=0.2", "--compile")
+    torch._logging.set_logs(recompiles=True)
+    try:
+        with caplog.at_level(logging.DEBUG, logger="torch._dynamo"):
+            for name in ("cold", "warm"):
+                torch._dynamo.reset()
+                counters.clear()
+                assert runner(f"--name={name}", *flags) == 0
+                caches = counters["inductor"]
+                assert (caches["fxgraph_cache_miss"] > 0, caches["fxgraph_cache_hit"] > 0) == (
+                    name == "cold",
+                    name == "warm",
+                )
+    finally:
+        torch._logging.set_logs()
+    assert compiles == [1] * 60
+    assert not [r for r in caplog.records if "Recompiling" in r.getMessage()]
+    assert_equal_runs(runner, "cold", "warm")
+
+    # row C47: what was saved compiled goes on eagerly, and is saved under the same names
+    assert runner("--resume=warm", "--steps=31", "--no-compile") == 0
+    eager, compiled = (read_newest(runner, name) for name in ("warm", "cold"))
+    assert (eager.step, compiled.step) == (31, 30)
+    for group, tensors in compiled.tensors.items():
+        assert eager.tensors[group].keys() == tensors.keys()
+
+
+# --- what goes wrong on the way -----------------------------------------------------------------
+
+
+def error_line(capsys):
+    """What came to stderr last, which is all of the error."""
+    lines = capsys.readouterr().err.splitlines()
+    assert [line for line in lines if line.startswith("error: ")] == lines[-1:]
+    return lines[-1]
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(runner, capsys):
+    code = runner(
+        "--name=bad",
+        "--steps=9",
+        "--set=optim.learning_rate=1e30",
+        "--set=optim.grad_clip=0",
+        "--set=optim.schedule=constant",
+        "--set=checkpoint.interval=1",
+    )
+    error = error_line(capsys)
+    assert code == 1 and error.startswith("error: step ")
+    assert "is not finite" in error and "learning rate 1e+30" in error
+    assert "continue with: python -m xtrain.train --resume" in error
+    records = runner.records("bad")
+    saved = read_newest(runner, "bad")
+    assert saved.step == len(records) >= 1  # the step before the failure
+    assert all(math.isfinite(record["loss"]) for record in records)
+
+
+def test_a_full_disk_is_one_line(runner, capsys, monkeypatch):
+    def no_space(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", no_space)
+    assert runner("--name=full", "--steps=2") == 1
+    error = error_line(capsys)
+    assert "cannot write the checkpoint of step 2" in error and "No space left" in error
+    assert checkpoint.steps(runner.run("full") / "checkpoints") == []
+
+
+def test_warnings_are_shown_in_one_line(runner, capsys, monkeypatch):
+    def train_with_a_warning(config, resume):
+        warnings.warn("look\nhere", UserWarning, stacklevel=1)
+        return 0
+
+    monkeypatch.setattr(session, "train", train_with_a_warning)
+    assert runner("--steps=1") == 0
+    assert "warning: look here (UserWarning, test_train.py:" in capsys.readouterr().out
+
+
+def test_records_are_json_whatever_the_numbers(tmp_path):
+    from xtrain.run_folder import RunFolder, metrics_line
+
+    run = RunFolder(tmp_path)
+    with run.open_metrics(0) as file:
+        for step in range(5):
+            file.write(metrics_line({"step": step, "loss": math.nan if step == 1 else 0.5}))
+        assert len(run.metrics.read_text().splitlines()) == 5  # nothing waits in a buffer
+    assert json.loads(run.metrics.read_text().splitlines()[1]) == {"step": 1, "loss": None}
+    with run.metrics.open("a") as file:
+        file.write('{"step": 5, "lo')  # a kill
+    with run.open_metrics(3) as file:
+        file.write(metrics_line({"step": 3}))
+    assert [record["step"] for record in run.read_metrics()] == [0, 1, 2, 3]

@@ -1,0 +1,61 @@
+"""Small training runs for the tests: a corpus, a model that traces in a moment, the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from xtrain import train
+
+TINY = (
+    "--preset=tiny",
+    "--set=model.n_layers=1",
+    "--set=train.seq_len=16",
+    "--set=train.batch_size=4",
+    "--set=train.sample_tokens=0",
+    "--set=train.eval_interval=0",
+)
+
+
+def write_corpus(folder: Path) -> Path:
+    """Text with something to learn: lines of counting words in a fixed order of seeds."""
+    words = "zero one two three four five six seven eight nine".split()
+    rng = np.random.default_rng(0)
+    lines = []
+    for start in rng.integers(0, 10, 200):
+        lines.append(" ".join(words[(start + i) % 10] for i in range(8)))
+    path = folder / "corpus.txt"
+    path.write_text("\n".join(lines))
+    return path
+
+
+class Runner:
+    """Runs the training command in a folder of its own, which holds the data and their cache."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.corpus = write_corpus(folder)
+
+    def arguments(self, *extra: str) -> list[str]:
+        return [
+            *TINY,
+            f"--data={self.corpus}",
+            f"--set=data.cache_dir={self.folder / 'cache'}",
+            f"--set=run.folder={self.folder / 'runs'}",
+            *extra,
+        ]
+
+    def __call__(self, *extra: str) -> int:
+        return train.main(self.arguments(*extra))
+
+    def run(self, name: str) -> Path:
+        return self.folder / "runs" / name
+
+    def records(self, name: str) -> list[dict]:
+        lines = (self.run(name) / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    def losses(self, name: str) -> list[float]:
+        return [record["loss"] for record in self.records(name)]

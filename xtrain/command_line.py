@@ -1,0 +1,78 @@
+"""What the commands share: a parser that answers in one line, errors as exit codes; no torch."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NoReturn
+
+from xtrain.config import ConfigError
+
+# Exit codes: the run failed; what the user asked for is wrong; Ctrl-C (128 + SIGINT).
+FAILURE, USAGE, INTERRUPTED = 1, 2, 130
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse without abbreviations; a wrong flag is one line with the closest known ones."""
+
+    def __init__(self, **keywords):
+        super().__init__(
+            allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **keywords
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """Print one line and exit with code 2."""
+        unknown = message.removeprefix("unrecognized arguments: ")
+        if unknown != message:
+            flags = [flag for action in self._actions for flag in action.option_strings]
+            first = unknown.split()[0]
+            close = difflib.get_close_matches(first.partition("=")[0], flags, n=2)
+            advice = f"did you mean {' or '.join(close)}?" if close else "--help lists the flags"
+            message = f"unknown argument {first!r}; {advice}"
+        self.exit(USAGE, f"error: {message}\n")
+
+
+@dataclass
+class Status:
+    """The exit code of a command."""
+
+    code: int = 0
+
+
+@contextmanager
+def exit_codes() -> Iterator[Status]:
+    """Turn the errors that a user can cause into one line on stderr and an exit code.
+
+    Anything else is a fault of the program and keeps its traceback.
+    """
+    status = Status()
+    try:
+        yield status
+    except KeyboardInterrupt:  # outside of the training loop, which ends more gently
+        status.code = INTERRUPTED
+        print("\ninterrupted", file=sys.stderr)
+    except Exception as error:
+        code = _exit_code(error)
+        if code is None:
+            raise
+        status.code = code
+        sys.stdout.flush()
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+
+
+def _exit_code(error: Exception) -> int | None:
+    from xtrain.data import DataError
+
+    if isinstance(error, ConfigError | DataError):
+        return USAGE
+    # imported by now if they can have been raised
+    failures = {
+        ("xtrain.backend", "SiteError"),
+        ("xtrain.checkpoint", "CheckpointError"),
+        ("xtrain.update", "TrainingError"),
+    }
+    return FAILURE if (type(error).__module__, type(error).__name__) in failures else None

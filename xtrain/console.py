@@ -1,0 +1,144 @@
+"""What a run and its user exchange: log lines, the progress bar, Ctrl-C."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Mapping
+from types import FrameType, TracebackType
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+log = logging.getLogger(__name__)
+
+
+class _Handler(logging.Handler):
+    """Prints records on stdout, above the progress bar where there is one."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            prefix = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
+            tqdm.write(prefix + self.format(record), file=sys.stdout)
+            sys.stdout.flush()
+        except Exception:  # a closed pipe, say: logging's own rule is not to raise
+            self.handleError(record)
+
+
+def set_up_logging() -> None:
+    """Show xtrain's log from INFO and Python's warnings, one line each."""
+    logger = logging.getLogger("xtrain")
+    logger.handlers = [_Handler()]
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    warnings.showwarning = _show_warning
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    text = " ".join(str(message).split())
+    logging.getLogger("xtrain").warning(
+        "%s (%s, %s:%d)", text, category.__name__, os.path.basename(filename), lineno
+    )
+
+
+class Progress:
+    """A bar on a terminal; elsewhere a line every log_interval steps."""
+
+    def __init__(self, first_step: int, steps: int, log_interval: int):
+        self.steps = steps
+        self.log_interval = log_interval
+        self.started = False
+        self.bar = tqdm(
+            total=steps,
+            initial=first_step,
+            disable=not sys.stderr.isatty(),
+            dynamic_ncols=True,
+            unit="step",
+            bar_format="{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} "
+            "[{elapsed}<{remaining}{postfix}]",
+        )
+
+    def update(self, record: Mapping[str, Any]) -> None:
+        """Show one finished step."""
+        loss = "skipped" if record["loss"] is None else f"loss {record['loss']:.4f}"
+        rate = f"{_short(record['tokens_per_s'])} tokens/s"
+        if not self.bar.disable:
+            if not self.started:  # the first step, which compiled, says nothing about the others
+                self.bar.start_t = self.bar._time()
+                self.bar.initial = record["step"] + 1
+                self.started = True
+            self.bar.set_postfix_str(f"{loss}, {rate}", refresh=False)
+            self.bar.update()
+            return
+        step = record["step"] + 1
+        if step % self.log_interval == 0 or step == self.steps or not self.started:
+            self.started = True
+            mfu = record.get("mfu_percent")
+            log.info(
+                "step %d/%d  %s  lr %.3g  grad norm %s  %.0f ms  %s%s",
+                step,
+                self.steps,
+                loss,
+                record["learning_rate"],
+                "n/a" if record["grad_norm"] is None else f"{record['grad_norm']:.3g}",
+                record["step_time_ms"],
+                rate,
+                "" if mfu is None else f"  MFU {mfu:.1f}%",
+            )
+
+    def close(self) -> None:
+        """Leave the bar where it stands."""
+        self.bar.close()
+
+
+def _short(number: float) -> str:
+    for limit, unit in ((1e6, "M"), (1e3, "k")):
+        if number >= limit:
+            return f"{number / limit:.3g}{unit}"
+    return f"{number:.0f}"
+
+
+class StopSignals:
+    """Within the context, the first SIGINT or SIGTERM only sets `received`.
+
+    The loop then ends after its step and saves. The signal's default action is restored at once:
+    a second one ends the process on the spot, even where Python itself would not get to run.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.received = number
+        for other in self._before:
+            signal.signal(other, signal.SIG_DFL)
+        # not through logging: a handler may run in the middle of another print
+        again = "; once more leaves at once" if number == signal.SIGINT else ""
+        os.write(2, f"\nstopping after this step, then saving{again}\n".encode())

@@ -1,0 +1,143 @@
+"""Sample text from a model: `python -m xtrain.generate --run runs/NAME --prompt "def "`.
+
+Every sampled token is a function of the weights, the prompt and the seed: the draw uses a generator
+of its own, on the CPU, and neither reads nor moves torch's default one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from xtrain.config import ConfigError, RunConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from xtrain.data import Tokenizer
+    from xtrain.run_folder import RunFolder
+
+
+def generate(
+    model: nn.Module,
+    prompt: Sequence[int],
+    *,
+    num_tokens: int,
+    vocab_size: int,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    seed: int = 0,
+    eos_id: int | None = None,
+) -> list[int]:
+    """Return the ids that follow prompt, num_tokens of them or fewer if eos_id comes first.
+
+    Args:     model: called as model(tokens [1, T]) -> (logits [1, T, V], _); config.max_seq_len is
+              the context, of which the last tokens are kept.
+              vocab_size: the tokenizer's; rows of the head beyond it, there to round V up, are
+              never chosen.
+              temperature: divides the logits; 0 takes the likeliest token.
+              top_k: candidates per token; 0: all.
+    Raises:   ValueError for an empty prompt or an id outside the vocabulary.
+    """
+    import torch
+
+    if not prompt or not all(0 <= token < vocab_size for token in prompt):
+        raise ValueError(f"prompt must be ids below {vocab_size}, at least one, got {prompt!r}")
+    device = next(model.parameters()).device
+    context: int = model.config.max_seq_len  # type: ignore[assignment,union-attr]
+    generator = torch.Generator().manual_seed(seed)
+    tokens = list(prompt)
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            for _ in range(num_tokens):
+                inputs = torch.tensor([tokens[-context:]], device=device)
+                logits = model(inputs)[0][0, -1, :vocab_size].float().cpu()
+                tokens.append(_draw(logits, temperature, top_k, generator))
+                if tokens[-1] == eos_id:
+                    break
+    finally:
+        model.train(was_training)
+    return tokens[len(prompt) :]
+
+
+def _draw(logits: Tensor, temperature: float, top_k: int, generator) -> int:
+    import torch
+
+    if temperature == 0:
+        return int(logits.argmax())
+    values, ids = logits.topk(min(top_k or len(logits), len(logits)))
+    choice = torch.multinomial((values / temperature).softmax(-1), 1, generator=generator)
+    return int(ids[choice])
+
+
+def load_run(run: RunFolder, device: str) -> tuple[nn.Module, Tokenizer, int]:
+    """Return (model, tokenizer, step) of a run's newest complete checkpoint.
+
+    Raises: ConfigError when the run has none; CheckpointError when it does not fit.
+    """
+    from xtrain import checkpoint
+    from xtrain.data import load_tokenizer
+    from xtrain.model import Config, Transformer
+    from xtrain.state_names import load_model_tensors
+
+    path, _ = checkpoint.newest_complete(run.checkpoints)
+    if path is None:
+        raise ConfigError(f"{run.path} has no complete checkpoint")
+    saved = checkpoint.read(path)
+    model = Transformer(Config.from_dict(saved.state["model"]))
+    load_model_tensors(model, saved.tensors["model"], saved.state["aliases"])
+    return model.to(device).eval(), load_tokenizer(run.tokenizer), saved.step
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the command line of `python -m xtrain.generate`."""
+    from xtrain.command_line import Parser
+
+    parser = Parser(prog="python -m xtrain.generate", description="Sample text from a trained run.")
+    parser.add_argument("--run", default="", metavar="RUN", help="name in runs/ or path of a run")
+    parser.add_argument("--prompt", default="", help="start of the text; empty: a newline")
+    parser.add_argument("--tokens", type=int, default=200, help="how many to sample [200]")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: greedy [0.8]")
+    parser.add_argument("--top-k", type=int, default=50, help="candidates per token, 0: all [50]")
+    parser.add_argument("--seed", type=int, default=0, help="of the draws [0]")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N [auto]")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the prompt and what the model makes of it."""
+    from xtrain.command_line import exit_codes
+
+    args = build_parser().parse_args(arguments)
+    with exit_codes() as status:
+        from xtrain.build import choose_device
+        from xtrain.run_folder import find
+
+        for name in ("tokens", "temperature", "top_k"):
+            if getattr(args, name) < 0:
+                raise ConfigError(f"--{name.replace('_', '-')} must be at least 0")
+        device, _ = choose_device(args.device)
+        run = find(Path(RunConfig().run.folder), args.run)
+        model, tokenizer, _ = load_run(run, device)
+        prompt = tokenizer.encode(args.prompt or "\n")
+        ids = generate(
+            model,
+            prompt,
+            num_tokens=args.tokens,
+            vocab_size=tokenizer.vocab_size,
+            temperature=args.temperature,
+            top_k=args.top_k,
+            seed=args.seed,
+            eos_id=tokenizer.eos_id,
+        )
+        sys.stdout.write(args.prompt + tokenizer.decode(ids) + "\n")
+    return status.code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

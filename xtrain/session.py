@@ -1,0 +1,199 @@
+"""A whole run as its user sees it: what is said first, the text samples, what lies where."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from pathlib import Path
+
+from xtrain import build, run_folder
+from xtrain.config import RunConfig, resolve
+from xtrain.generate import generate
+from xtrain.metrics import format_mfu
+from xtrain.plot import plot_losses
+from xtrain.resume import ResumePoint
+from xtrain.run_folder import RunFolder
+from xtrain.trainer import Parts, Trainer
+from xtrain.update import TrainingError
+
+log = logging.getLogger(__name__)
+
+PROMPT_TOKENS = 32  # from the data, where the user names no prompt
+
+
+def train(config: RunConfig, resume: ResumePoint | None = None) -> int:
+    """Run a configuration to its end and return the exit code: 0, or 128 + the signal.
+
+    Raises: ConfigError, DataError, CheckpointError, TrainingError.
+    """
+    device, bf16 = build.choose_device(config.run.device)
+    auto = config.model.preset == "auto"
+    config = resolve(config, device=device, bf16=bf16)
+    build.set_deterministic(bool(config.run.deterministic), device)
+    versions = build.versions(device)
+    log.info("%s", "  ".join(f"{name} {version}" for name, version in versions.items()))
+    if auto:
+        log.info(
+            "device %s: preset %s, %s (choose by --device, --preset, --set run.dtype=...)",
+            device,
+            config.model.preset,
+            config.run.dtype,
+        )
+    if resume is not None:
+        return _train(_build(config, resume.run, versions, resume))
+    run = run_folder.create(Path(config.run.folder), config.run.name, config.model.preset)
+    try:
+        trainer = _build(config, run, versions, None)
+    except BaseException:
+        run.remove_if_unused()  # its name stays free
+        raise
+    return _train(trainer)
+
+
+def _build(
+    config: RunConfig, run: RunFolder, versions: dict[str, str], resume: ResumePoint | None
+) -> Trainer:
+    """Open the data, build everything on them, and leave config.toml and tokenizer.json."""
+    # Before the data, whose first reading can take long; only the vocabulary is still theirs.
+    build.check_pass_names(config.run.disable_passes)
+    early = build.with_model(config, build.model_config(config, vocab_size=1))
+    if resume is not None:
+        resume.check_config(early)
+    _log_config(early.override({"run.name": run.name, "model.vocab_size": config.model.vocab_size}))
+    corpus, batches, validation = build.open_data(config)
+    if resume is not None:
+        resume.check_data(corpus)
+    log.info("data: %s", corpus.description)
+    log.info("training on %s", batches.description)
+    shape = build.model_config(config, corpus.vocab_size)
+    corpus.check_vocab(shape.vocab_size, "model.vocab_size")
+    config = build.with_model(config, shape).override({"run.name": run.name})
+    model, compiled = build.build_model(config, shape)
+    log.info(
+        "model: %s, %s parameters, vocabulary %d (tokenizer %s: %d)",
+        config.model.preset,
+        f"{shape.num_parameters():,}",
+        shape.vocab_size,
+        corpus.tokenizer.name,
+        corpus.vocab_size,
+    )
+    trainer = Trainer(Parts(config, run, model, compiled, corpus, batches, validation, versions))
+    if resume is not None:
+        trainer.restore(resume.saved)
+        log.info("continuing after step %d of %s", resume.saved.step, resume.saved.path)
+    run.write_config(config, versions)
+    corpus.tokenizer.save(run.tokenizer)
+    return trainer
+
+
+def _train(trainer: Trainer) -> int:
+    run = trainer.parts.run
+    started = time.perf_counter()
+    if trainer.first_step == 0:
+        _log_sample(trainer, "before training")
+    try:
+        received = trainer.run()
+    except TrainingError as error:
+        raise TrainingError(f"{error}. {_how_to_resume(trainer)}") from error
+    finally:
+        plot_losses(run.read_metrics(), run.plot, f"{run.name}: {_title(trainer)}")
+    if received is not None:
+        name = signal.Signals(received).name
+        log.info("stopped by %s. %s", name, _how_to_resume(trainer))
+        return 128 + received
+    _log_sample(trainer, "after training")
+    _log_end(trainer, time.perf_counter() - started)
+    return 0
+
+
+def _log_config(config: RunConfig) -> None:
+    """Print one line a section; config.toml has the meanings."""
+    lines = [
+        f"  {name + ':':<12}" + ", ".join(f"{key} {_plain(value)}" for key, value in table.items())
+        for name, table in config.to_dict().items()
+    ]
+    log.info("configuration:\n%s", "\n".join(lines))
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, list):
+        return " ".join(map(str, value)) or "-"
+    return f"{value:g}" if isinstance(value, float) else str(value) or "-"
+
+
+def _log_sample(trainer: Trainer, when: str) -> None:
+    """Print text that the model makes now, from the plain model: dropout off, nothing compiled."""
+    parts, train = trainer.parts, trainer.parts.config.train
+    if not train.sample_tokens:
+        return
+    tokenizer = parts.corpus.tokenizer
+    if train.sample_prompt:
+        prompt = tokenizer.encode(train.sample_prompt)
+    else:
+        source = parts.validation or parts.batches
+        prompt = [int(token) for token in source.tokens[:PROMPT_TOKENS]]
+    with trainer.autocast():
+        ids = generate(
+            parts.model,
+            prompt,
+            num_tokens=train.sample_tokens,
+            vocab_size=tokenizer.vocab_size,
+            temperature=train.sample_temperature,
+            top_k=train.sample_top_k,
+            seed=train.seed,
+            eos_id=tokenizer.eos_id,
+        )
+    text = _printable(tokenizer.decode(prompt)) + " >>> " + _printable(tokenizer.decode(ids))
+    indented = "\n".join(f"  | {line}" for line in text.splitlines())
+    log.info("text %s, prompt >>> sampled:\n%s", when, indented)
+
+
+def _printable(text: str) -> str:
+    """Show what a terminal would obey (escapes, bells) as a replacement character."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
+def _title(trainer: Trainer) -> str:
+    config = trainer.parts.config
+    return (
+        f"{trainer.parts.model.config.num_parameters():,} parameters, "
+        f"dropout {config.model.dropout:g}, {config.run.dtype}"
+    )
+
+
+def _how_to_resume(trainer: Trainer) -> str:
+    run = trainer.parts.run
+    if trainer.saved_step is None:
+        return f"No checkpoint was written; the records are in {run.path}"
+    return (
+        f"The last checkpoint, after step {trainer.saved_step} of {trainer.steps}, is in "
+        f"{run.checkpoints}; continue with: python -m xtrain.train --resume {run.path}"
+    )
+
+
+def _log_end(trainer: Trainer, seconds: float) -> None:
+    run, meter = trainer.parts.run, trainer.meter
+    records = list(run.read_metrics())
+    losses = [record["loss"] for record in records if record["loss"] is not None]
+    validation = [record["val_loss"] for record in records if record.get("val_loss") is not None]
+    lines = [
+        f"done: step {trainer.steps}, {trainer.num_tokens:,} tokens, {seconds:.0f} s of which the "
+        f"first step took {meter.first_step_time_s or 0:.1f} s"
+    ]
+    if (speed := meter.summary()) is not None:
+        lines.append(
+            f"  {speed.tokens_per_s:,.0f} tokens/s, {speed.step_time_ms:.0f} ms a step, "
+            f"MFU {format_mfu(speed.mfu)}"
+        )
+    if losses:
+        lines.append(f"  training loss   {losses[0]:.4f} -> {losses[-1]:.4f}")
+    if validation:
+        lines.append(f"  validation loss {validation[0]:.4f} -> {validation[-1]:.4f} (dropout off)")
+    lines += [
+        f"{run.path}/ holds {run.config.name}, {run.metrics.name}, {run.plot.name}, "
+        f"{run.tokenizer.name}, {run.checkpoints.name}/",
+        f"  more steps: python -m xtrain.train --resume {run.path} --steps {2 * trainer.steps}",
+        f"  more text:  python -m xtrain.generate --run {run.path}",
+    ]
+    log.info("%s", "\n".join(lines))

@@ -1,0 +1,136 @@
+"""Train a decoder on text: `python -m xtrain.train --compile --dropout 0.1`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from xtrain.command_line import Parser, exit_codes
+from xtrain.config import PRESETS, ConfigError, RunConfig, parse_assignment
+
+EXAMPLES = """\
+examples:
+  python -m xtrain.train                              the standard library's source, on any machine
+  python -m xtrain.train --compile --dropout 0.1 --data book.txt notes/ --tokenizer bpe:4096
+  python -m xtrain.train --data hf:roneneldan/TinyStories --preset 124m --compile
+  python -m xtrain.train --resume                     continue the newest run
+  python -m xtrain.train --resume runs/small --steps 400
+
+Everything else is set by --set section.key=value; a run's config.toml lists all keys with their
+meaning and can be edited and passed to --config.
+"""
+
+# flag -> the field it sets
+FIELDS = {
+    "preset": "model.preset",
+    "data": "data.paths",
+    "tokenizer": "data.tokenizer",
+    "field": "data.field",
+    "errors": "data.errors",
+    "compile": "run.compile",
+    "dropout": "model.dropout",
+    "recompute": "model.recompute",
+    "steps": "train.steps",
+    "name": "run.name",
+    "device": "run.device",
+    "dtype": "run.dtype",
+    "deterministic": "run.deterministic",
+    "dump_graphs": "run.dump_graphs",
+    "disable_pass": "run.disable_passes",
+}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the command line; a flag that is not given is None and leaves its field alone."""
+    parser = Parser(
+        prog="python -m xtrain.train",
+        description="Train a decoder language model on text.",
+        epilog=EXAMPLES,
+    )
+    add = parser.add_argument
+    add("--preset", help=f"size of the model: {', '.join(PRESETS)} [small on CPU, 124m on CUDA]")
+    add(
+        "--data",
+        nargs="+",
+        action="extend",
+        metavar="PATH",
+        help="text: files, folders, globs, .jsonl, .parquet, .bin shards, hf:NAME "
+        "[the source of Python's standard library]",
+    )
+    add("--tokenizer", metavar="T", help="byte, bpe:N or a tokenizer.json [byte]")
+    add("--field", help="the text's key or column in .jsonl and .parquet [text]")
+    add("--errors", help="text that is not UTF-8: strict or replace [strict]")
+    _add_training(add)
+    add("--config", metavar="FILE", help="a TOML file of the form of a run's config.toml")
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="any field, such as optim.learning_rate=1e-3; may be given again",
+    )
+    return parser
+
+
+def _add_training(add: Any) -> None:
+    flag = argparse.BooleanOptionalAction
+    add("--compile", action=flag, help="through inductor; else the same passes, run eagerly [no]")
+    add("--dropout", type=float, metavar="P", help="at every residual branch [0]")
+    add("--recompute", metavar="R", help="none, full or the first N layers [none]")
+    add("--steps", type=int, metavar="N", help="optimiser steps [by the preset]")
+    add("--name", help="the run's folder in runs/ [the preset's name and a number]")
+    add(
+        "--resume",
+        nargs="?",
+        const="",
+        metavar="RUN",
+        help="continue a run, by name or path [--name's, or the newest]",
+    )
+    add("--device", help="auto, cpu, cuda or cuda:N [auto]")
+    add("--dtype", help="of activations: auto, fp32 or bf16 [bf16 on CUDA]")
+    add("--deterministic", action=flag, help="bitwise equal repeats [yes on CPU, no on CUDA]")
+    add("--dump-graphs", metavar="DIR", help="write the graphs before and after each pass")
+    add("--disable-pass", action="append", metavar="NAME", help="leave a pass out; repeatable")
+
+
+def overrides(args: argparse.Namespace) -> dict[str, Any]:
+    """Return "section.key" -> value of everything that was said on the command line."""
+    given = {
+        name: getattr(args, flag)
+        for flag, name in FIELDS.items()
+        if getattr(args, flag) is not None
+    }
+    if str(given.get("model.recompute", "")).isdecimal():
+        given["model.recompute"] = int(given["model.recompute"])
+    return {**given, **dict(parse_assignment(text) for text in args.set)}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Read the command line, build the configuration and train; return the exit code."""
+    args = build_parser().parse_args(arguments)
+    with exit_codes() as status:
+        changes = overrides(args)
+        base = RunConfig.load(args.config) if args.config else RunConfig()
+        config = base.override(changes)  # wrong values are refused before torch is imported
+        if args.resume is not None and args.config:
+            raise ConfigError("--resume continues with the run's own config.toml; no --config")
+        from xtrain import console, session
+        from xtrain.resume import ResumePoint
+        from xtrain.run_folder import find
+
+        console.set_up_logging()
+        resume = None
+        if args.resume is not None:
+            run = find(Path(config.run.folder), args.resume or config.run.name)
+            changes.pop("run.name", None)
+            config = RunConfig.load(run.config).override(changes)
+            resume = ResumePoint.open(run)
+        status.code = session.train(config, resume)
+    return status.code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

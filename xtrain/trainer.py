@@ -1,0 +1,213 @@
+"""The training loop: steps, and between them records, validation and checkpoints."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xtrain import build, checkpoint, metrics
+from xtrain.config import RunConfig
+from xtrain.console import Progress, StopSignals
+from xtrain.data import Batches, Corpus
+from xtrain.loader import Loader, StepBatch, cut_batch, to_device
+from xtrain.model import Transformer
+from xtrain.optim import Schedule, build_adamw, load_named_state, named_state, step_function
+from xtrain.recorder import Recorder
+from xtrain.run_folder import RunFolder
+from xtrain.state_names import load_model_tensors, model_tensors, parameter_names
+from xtrain.update import StepResult, TrainingError, Updater
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Parts:
+    """What a trainer works on; xtrain.build makes them from a configuration."""
+
+    config: RunConfig  # resolved
+    run: RunFolder
+    model: Transformer  # the plain one
+    compiled: Any  # the same model behind xtrain.compile
+    corpus: Corpus
+    batches: Batches
+    validation: Batches | None
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+
+class Trainer:
+    """Takes a run from its first step, or from a checkpoint, to its last step or a signal."""
+
+    def __init__(self, parts: Parts):
+        self.parts = parts
+        config, train = parts.config, parts.config.train
+        assert train.steps and train.micro_batch_size and train.seq_len
+        self.device = torch.device(config.run.device)
+        self.names = parameter_names(parts.model)
+        compiled = config.run.compile_optimizer
+        self.optimizer = build_adamw(parts.model, config.optim, compiled=compiled)
+        self.schedule = Schedule.from_config(config.optim, train.steps)
+        self.autocast = build.autocast(config)
+        self.updater = Updater(
+            parts.compiled,
+            self.optimizer,
+            schedule=self.schedule,
+            update=step_function(self.optimizer, compiled=compiled),
+            grad_clip=config.optim.grad_clip,
+            autocast=self.autocast,
+        )
+        self.loader = Loader(
+            parts.batches, micro_batch_size=train.micro_batch_size, device=self.device
+        )
+        self.meter = metrics.SpeedMeter(
+            metrics.model_flops_per_token(parts.model.config, train.seq_len),
+            peak_flops=metrics.device_peak_flops(self.device),
+        )
+        self.first_step, self.steps = 0, train.steps
+        self.num_tokens = 0  # targets that counted in all steps so far
+        self.saved_step: int | None = None
+        # A GPU's numbers are looked at while it runs the next step: it never waits for the host.
+        self.lag = self.device.type == "cuda"
+        self.reported = False
+        self.pending: tuple[StepBatch, StepResult | None] | None = None
+
+    # --- state ----------------------------------------------------------------------------------
+
+    def restore(self, saved: checkpoint.Checkpoint) -> None:
+        """Continue from a checkpoint: weights, moments, generators, position."""
+        load_model_tensors(self.parts.model, saved.tensors["model"], saved.state["aliases"])
+        load_named_state(self.optimizer, self.names, saved.tensors["optimizer"])
+        build.restore_rng(saved.tensors["rng"])
+        self.first_step = self.saved_step = saved.step
+        self.num_tokens = saved.state["data"]["tokens"]
+
+    def save(self, step: int) -> None:
+        """Write the checkpoint of `step` finished steps.
+
+        Raises: CheckpointError when it cannot be written; older ones are intact.
+        """
+        parts = self.parts
+        tensors, aliases = model_tensors(parts.model)
+        state = {
+            "model": parts.model.config.to_dict(),
+            "config": parts.config.to_dict(),
+            "data": {
+                "fingerprint": parts.corpus.fingerprint,
+                "next_sample": step * parts.batches.batch_size,
+                "tokens": self.num_tokens,
+            },
+            "aliases": aliases,
+            "versions": dict(parts.versions),
+        }
+        groups: dict[str, Mapping[str, Tensor]] = {
+            "model": tensors,
+            "optimizer": named_state(self.optimizer, self.names),
+            "rng": build.rng_states(),
+        }
+        keep_last = parts.config.checkpoint.keep_last
+        checkpoint.write(parts.run.checkpoints, step, groups, state, keep_last=keep_last)
+        self.saved_step = step
+
+    # --- the loop -------------------------------------------------------------------------------
+
+    def run(self) -> int | None:
+        """Train to the last step; return the signal that ended it earlier, or None.
+
+        Raises: TrainingError for a loss that is not finite or memory that does not suffice.
+        """
+        log_interval = self.parts.config.train.log_interval
+        progress = Progress(self.first_step, self.steps, log_interval)
+        self.parts.compiled.train()
+        with StopSignals() as stop, self.parts.run.open_metrics(self.first_step) as file:
+            recorder = Recorder(file, progress, self.meter, self.device, num_tokens=self.num_tokens)
+            try:
+                for batch in self.loader.steps(self.first_step, self.steps):
+                    self._step(batch, recorder, stop)
+                    if stop.received:
+                        return stop.received
+            except torch.OutOfMemoryError as error:
+                raise TrainingError(self._out_of_memory()) from error
+            except Exception as error:
+                # Ctrl-C also reaches the compilers that torch has started, and their end looks
+                # like a failed compilation.
+                if not stop.received or recorder.num_records:
+                    raise
+                log.warning("ended before the first step was done (%s)", type(error).__name__)
+                return stop.received
+            finally:
+                progress.close()
+        return None
+
+    def _step(self, batch: StepBatch, recorder: Recorder, stop: StopSignals) -> None:
+        """Perform a step, then what is due after it; with nothing due a GPU's record can wait."""
+        result = self.updater.step(batch)
+        if result is None:
+            log.warning("step %d skipped: none of its targets counts", batch.step)
+        if self.pending is not None:
+            recorder.write(self._finish(recorder))
+        self.pending = batch, result
+        train, done = self.parts.config.train, batch.step + 1
+        first, last = batch.step == self.first_step, done == self.steps
+        evaluate = self.parts.validation is not None and _due(done, train.eval_interval, last)
+        save = last or _due(done, self.parts.config.checkpoint.interval)
+        if self.lag and not (first or evaluate or save or stop.received):
+            return
+        record = self._finish(recorder)
+        if result is not None and not self.reported:
+            log.info("%s", self.parts.compiled.report())
+            self.reported = True
+        if evaluate:
+            record["val_loss"] = self.evaluate()
+            log.info("step %d/%d  validation loss %.4f", done, self.steps, record["val_loss"])
+        recorder.write(record)
+        if save or stop.received:
+            self.save(done)
+        recorder.restart_clock()
+
+    def _finish(self, recorder: Recorder) -> dict[str, Any]:
+        assert self.pending is not None
+        batch, result = self.pending
+        self.pending = None
+        record = recorder.finish(batch, result, self.schedule(batch.step))
+        self.num_tokens = recorder.num_tokens
+        return record
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Return the mean loss over the validation batches, dropout off."""
+        validation, train = self.parts.validation, self.parts.config.train
+        assert validation is not None and train.micro_batch_size
+        total, count = torch.zeros((), dtype=torch.float64, device=self.device), 0
+        # no window twice, unless there are fewer than one batch of them
+        num_batches = max(
+            min(train.eval_batches, validation.num_samples // train.micro_batch_size), 1
+        )
+        self.parts.compiled.eval()
+        for number in range(num_batches):
+            inputs, targets = validation.batch(number)
+            whole = cut_batch(number, inputs, targets, micro_batch_size=len(inputs))
+            micro = to_device(whole, self.device).micro_batches[0]
+            with self.autocast():
+                _, loss = self.parts.compiled(micro.inputs, micro.targets, return_logits=False)
+            total += loss * micro.num_targets
+            count += micro.num_targets
+        self.parts.compiled.train()
+        return total.item() / count
+
+    def _out_of_memory(self) -> str:
+        size = self.parts.config.train.micro_batch_size or 1
+        if size > 1:
+            advice = (
+                f"--set train.micro_batch_size={size // 2} gives the same result in less memory"
+            )
+        else:
+            advice = "--recompute full, a shorter train.seq_len or a smaller preset need less"
+        return f"{self.device} is out of memory; {advice}"
+
+
+def _due(done: int, interval: int, last: bool = False) -> bool:
+    return interval > 0 and (last or done % interval == 0)
