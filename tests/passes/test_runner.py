@@ -105,7 +105,7 @@ def test_dumps_are_readable_python_before_and_after(tmp_path):
     for text in texts.values():
         ast.parse(text)
     before, after = texts["01_insert_residual_dropout.before.py"], texts["02_nothing.before.py"]
-    assert "xtrain.dropout" not in before and before.count("product_attention(") == 1
+    assert "xtrain.dropout" not in before and "product_attention(" in before
     assert after.count("torch.ops.xtrain.dropout.default(") == 3, "bodies are shown too"
     assert texts["01_insert_residual_dropout.after.py"] == after == texts["02_nothing.after.py"]
 
