@@ -1,0 +1,306 @@
+"""xtrain.ops.cross_entropy: the loss formulas, ignored tokens, gradients, compilation, errors."""
+
+from __future__ import annotations
+
+import math
+import re
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tolerances import assert_close, assert_no_worse_than_plain
+from torch import Tensor
+
+from xtrain.ops import OPS, cross_entropy, cross_entropy_decomposition
+from xtrain.ops.cross_entropy import cross_entropy_reference
+
+IGNORE = -100
+
+
+def numpy_cross_entropy(
+    x, targets, *, ignore_index=IGNORE, label_smoothing=0.0, z_loss=0.0, weights=None,
+    reduction="mean",
+):  # fmt: skip
+    """Token by token, from the definition in docs/design.md, in fp64."""
+    V = x.shape[-1]
+    losses, total = np.zeros(targets.shape), 0.0
+    for i in np.ndindex(targets.shape):
+        if targets[i] == ignore_index:
+            continue
+        w = 1.0 if weights is None else weights[i]
+        lse = x[i].max() + math.log(np.exp(x[i] - x[i].max()).sum())
+        goal = np.full(V, label_smoothing / V)
+        goal[targets[i]] += 1.0 - label_smoothing
+        losses[i] = w * (-(goal * (x[i] - lse)).sum() + z_loss * lse**2)
+        total += w
+    if reduction == "none":
+        return losses
+    if reduction == "sum":
+        return losses.sum()
+    return losses.sum() / total if total else 0.0
+
+
+def example(shape=(3, 5), V=11, dtype=torch.float64, device="cpu") -> tuple[Tensor, Tensor]:
+    logits = 3 * torch.randn(*shape, V, dtype=torch.float64)
+    targets = torch.randint(0, V, shape)
+    targets.view(-1)[1::4] = IGNORE
+    return logits.to(device, dtype).requires_grad_(), targets.to(device)
+
+
+OPTIONS = [
+    {"label_smoothing": s, "z_loss": z, "reduction": r}
+    for r, s, z in product(("mean", "sum", "none"), (0.0, 0.1), (0.0, 0.01))
+]
+
+
+@pytest.fixture(params=["whole", "row blocks"])
+def chunks(request, monkeypatch):
+    """Eager kernels over all rows at once, and cut after every two."""
+    if request.param == "row blocks":
+        small = {"cpu": 2 * 11, "cuda": 2 * 11}
+        monkeypatch.setattr(cross_entropy_decomposition, "CHUNK_ELEMENTS", small)
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["even", "weighted"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_forward(options, weighted, chunks):
+    logits, targets = example()
+    weights = torch.rand(3, 5, dtype=torch.float64) if weighted else None
+    arrays = [None if t is None else t.detach().numpy() for t in (logits, targets, weights)]
+    expected = numpy_cross_entropy(*arrays[:2], weights=arrays[2], **options)
+    for function in (cross_entropy, cross_entropy_reference):
+        loss = function(logits, targets, token_weights=weights, **options)
+        assert_close(loss, torch.as_tensor(expected))
+        assert loss.dtype == torch.float64
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_backward(options, chunks, device):
+    """Finite differences, and autograd through the reference, on a view that models shift."""
+    whole, targets = example((3, 6), device=device)
+    weights = torch.rand(3, 5, device=device, dtype=torch.float64)
+    for token_weights in (None, weights):
+        options = dict(options, token_weights=token_weights)
+
+        def shifted(function, x, options=options):
+            return function(x[:, :-1], targets[:, 1:], **options)
+
+        assert torch.autograd.gradcheck(lambda x: shifted(cross_entropy, x), (whole,))
+        loss = shifted(cross_entropy, whole)
+        dy = torch.randn_like(loss)
+        (grad,) = torch.autograd.grad(loss, whole, dy)
+        (expected,) = torch.autograd.grad(shifted(cross_entropy_reference, whole), whole, dy)
+        assert_close(grad, expected)
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_forward_equals_torch(reduction, label_smoothing):
+    logits, targets = example()
+    ours = cross_entropy(logits, targets, label_smoothing=label_smoothing, reduction=reduction)
+    torchs = F.cross_entropy(
+        logits.flatten(0, 1),
+        targets.flatten(),
+        label_smoothing=label_smoothing,
+        reduction=reduction,
+    )
+    assert_close(ours, torchs.view(ours.shape))
+
+
+@pytest.mark.parametrize(
+    "mode,dtype",
+    [("eager", dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
+    + [("compiled", torch.bfloat16)],
+    ids=str,
+)
+def test_no_worse_than_torch(mode, dtype, device):
+    """fp32 inside whatever the logits: the loss is fp32, gradients are rounded once."""
+    logits, targets = example((64,), 1000, dtype, device)
+    function = cross_entropy if mode == "eager" else torch.compile(cross_entropy, fullgraph=True)
+    exact = logits.detach().double().requires_grad_()
+    truth = cross_entropy_reference(exact, targets, label_smoothing=0.1)
+    plain = F.cross_entropy(logits.float(), targets, label_smoothing=0.1)
+    loss = function(logits, targets, label_smoothing=0.1)
+    assert loss.dtype == torch.float32
+    assert_no_worse_than_plain(loss, plain, truth)
+    # per-token weights of the mean are about 1/48: compare gradients at the size of 1
+    (true,) = torch.autograd.grad(truth * 48, exact)
+    (other,) = torch.autograd.grad(plain * 48, logits)
+    assert_no_worse_than_plain(torch.autograd.grad(loss * 48, logits)[0], other, true)
+
+
+# --- tokens that do not count ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+def test_all_ignored_is_zero_with_zero_gradients(mode, device):
+    """Row C24: no token counts, the loss is 0 and finite, and so is its gradient."""
+    function = cross_entropy if mode == "eager" else torch.compile(cross_entropy, fullgraph=True)
+    logits, _ = example(dtype=torch.float32, device=device)
+    targets = torch.full((3, 5), IGNORE, device=device)
+    loss = function(logits, targets, z_loss=0.1, label_smoothing=0.1)
+    (grad,) = torch.autograd.grad(loss, logits)
+    assert loss.item() == 0.0 and (grad == 0).all()
+
+
+def test_accumulation_with_an_ignored_batch():
+    """Row C24: [all ignored, normal] gives the gradients of [normal] alone."""
+    weight = torch.randn(8, 11, requires_grad=True)
+    x = torch.randn(2, 5, 8)
+    targets = torch.randint(0, 11, (2, 5))
+    targets[0] = IGNORE
+    cross_entropy(x[1] @ weight, targets[1]).backward()
+    alone, weight.grad = weight.grad, None
+    for i in (0, 1):
+        cross_entropy(x[i] @ weight, targets[i]).backward()
+    assert torch.equal(weight.grad, alone)
+
+
+def test_ignored_rows_may_hold_anything(device):
+    """Not a number in an ignored or weightless row reaches neither the loss nor the gradient."""
+    logits, targets = example(dtype=torch.float32, device=device)
+    bad = logits.detach().clone()
+    bad[targets == IGNORE] = math.nan
+    weights = torch.ones(3, 5, device=device)
+    weights[2, 4] = 0.0
+    bad[2, 4] = math.inf
+    bad.requires_grad_()
+    loss = cross_entropy(bad, targets, token_weights=weights)
+    assert_close(loss, cross_entropy(logits, targets, token_weights=weights))
+    (grad,) = torch.autograd.grad(loss, bad)
+    assert grad.isfinite().all()
+    assert (grad[(targets == IGNORE) | (weights == 0)] == 0).all()
+
+
+def test_masked_vocabulary(device):
+    """Logits of -inf, as for padded vocabulary rows, have probability 0 and gradient 0."""
+    logits, targets = example(dtype=torch.float32, device=device)
+    padded = F.pad(logits.detach(), (0, 5), value=-math.inf).requires_grad_()
+    loss = cross_entropy(padded, targets)
+    assert_close(loss, cross_entropy(logits, targets))
+    (grad,) = torch.autograd.grad(loss, padded)
+    assert (grad[..., 11:] == 0).all() and grad.isfinite().all()
+
+
+# --- hygiene, memory, compilation, edges, errors --------------------------------------------------
+
+
+def test_two_losses_on_the_same_logits():
+    """Row C20: the gradient of a sum is the sum of the gradients; the logits are left alone."""
+    logits, targets = example(dtype=torch.float32)
+    before = logits.detach().clone()
+    (both,) = torch.autograd.grad(cross_entropy(logits, targets) + 0.1 * (logits**2).mean(), logits)
+    (first,) = torch.autograd.grad(cross_entropy(logits, targets), logits)
+    (second,) = torch.autograd.grad(0.1 * (logits**2).mean(), logits)
+    assert_close(both, first + second)
+    assert torch.equal(logits, before)
+
+
+def test_saves_the_logits_and_little_more():
+    saved: list[Tensor] = []
+    logits, targets = example((64,), 100)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        cross_entropy(logits, targets)
+    large = [t for t in saved if t.numel() > 64]
+    assert [t.data_ptr() for t in large] == [logits.data_ptr()]
+
+
+def test_fused_by_inductor(device):
+    """Forward and backward are loops of inductor's own: no torch kernel, no copy of the logits."""
+    from torch._inductor.utils import run_and_get_code
+
+    logits, targets = example((64,), 100, dtype=torch.float32, device=device)
+    compiled = torch.compile(lambda x: cross_entropy(x, targets), fullgraph=True)
+    _, codes = run_and_get_code(lambda: compiled(logits).backward())
+    assert len(codes) == 2  # forward and backward
+    calls = re.compile(r"extern_kernels\.\w+\(|torch\.ops\.(xtrain|aten)\.\w+\.\w+\(")
+    assert not any(calls.search(code) for code in codes)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_compiled_equals_eager(dynamic, device):
+    weights = torch.rand(3, 5, device=device)
+    variants = [{"label_smoothing": 0.1, "z_loss": 0.01, "token_weights": weights}]
+    if not dynamic:
+        variants.append({"reduction": "none"})
+    compiled = torch.compile(
+        lambda x, t: [cross_entropy(x, t, **options) for options in variants],
+        fullgraph=True,
+        dynamic=dynamic,
+    )
+    logits, targets = example(dtype=torch.float32, device=device)
+    outs = compiled(logits, targets)
+    wants = [cross_entropy(logits, targets, **options) for options in variants]
+    dys = [torch.rand_like(want) for want in wants]
+    for out, want in zip(outs, wants, strict=True):
+        assert_close(out, want)
+    (grad,) = torch.autograd.grad(outs, logits, dys)
+    assert_close(grad, torch.autograd.grad(wants, logits, dys)[0])
+
+
+@pytest.mark.parametrize("shape,V", [((), 7), ((1,), 1), ((0,), 5), ((2, 0), 3), ((1023,), 131)])
+def test_edge_shapes(shape, V, device):
+    logits = torch.randn(*shape, V, device=device, requires_grad=True)
+    targets = torch.randint(0, V, shape, device=device)
+    for reduction in ("mean", "sum", "none"):
+        loss = cross_entropy(logits, targets, reduction=reduction)
+        expected = cross_entropy_reference(logits, targets, reduction=reduction)
+        assert_close(loss, expected)
+        (grad,) = torch.autograd.grad(loss.sum(), logits)
+        assert_close(grad, torch.autograd.grad(expected.sum(), logits)[0])
+
+
+def test_int32_targets_and_another_ignore_index():
+    logits, targets = example()
+    expected = cross_entropy(logits, targets)
+    other = torch.where(targets == IGNORE, 3, targets + 100).int()
+    shifted = F.pad(logits, (100, 0), value=-math.inf)
+    assert_close(cross_entropy(shifted, other, ignore_index=3), expected)
+
+
+def test_errors():
+    logits, targets = example()
+    outside = targets.clone()
+    outside[1, 2] = 11
+    negative = targets.clone()
+    negative[0, 3] = -1
+    weights = torch.ones(3, 5, requires_grad=True)
+    cases = [
+        ((logits, outside), {}, r"target 11 at \(1, 2\) is outside \[0, 11\) and is not ignore"),
+        ((logits, negative), {}, r"target -1 at \(0, 3\) is outside"),
+        ((logits, targets[0]), {}, r"got \(3, 5, 11\) and targets \(5,\)"),
+        ((logits[..., :0], targets), {}, r"got \(3, 5, 0\)"),
+        ((logits.int(), targets), {}, "logits must be floats, got torch.int32"),
+        ((logits, targets.float()), {}, "targets must be integers, got torch.float32"),
+        (
+            (logits, targets),
+            {"label_smoothing": 1.5},
+            r"label_smoothing must be in \[0, 1\], got 1.5",
+        ),
+        ((logits, targets), {"z_loss": -1.0}, "z_loss must be finite and not negative, got -1.0"),
+        ((logits, targets), {"z_loss": math.nan}, "z_loss must be finite"),
+        ((logits, targets), {"reduction": "avg"}, r"reduction must be one of .* got 'avg'"),
+        ((logits, targets), {"token_weights": weights[0]}, r"floats of targets' shape \(3, 5\)"),
+        ((logits, targets), {"token_weights": weights}, "token_weights are constants"),
+    ]
+    for args, options, message in cases:
+        with pytest.raises(ValueError, match=message):
+            cross_entropy(*args, **options)
+
+
+def test_opcheck_strided():
+    """Vocabulary not innermost, expanded gradients."""
+    logits = torch.randn(11, 3, 5).permute(1, 2, 0).requires_grad_()
+    _, targets = example()
+    torch.library.opcheck(
+        OPS["cross_entropy"].forward, (logits, targets, None, IGNORE, 0.1, 0.01, "none")
+    )
+    losses = cross_entropy(logits, targets, reduction="none")
+    (grad,) = torch.autograd.grad(losses, logits, torch.ones(1, 1).expand(3, 5))
+    dense = logits.detach().contiguous().requires_grad_()
+    (expected,) = torch.autograd.grad(
+        cross_entropy(dense, targets, reduction="none"), dense, torch.ones(3, 5)
+    )
+    assert_close(grad, expected)
