@@ -66,6 +66,37 @@ def _sdpa(make: Make) -> Iterator[tuple[Any, ...]]:
     yield *qkv(0, 2, 1, 3, 0, 8), None, False, 0.3, None, None
 
 
+def _rms_norm(make: Make) -> Iterator[tuple[Any, ...]]:
+    for shape, cast in (((2, 3, 8), "llama"), ((3, 8), "gemma"), ((1, 7), "llama")):
+        yield make(*shape), make(shape[-1]), 1e-5, cast
+    yield make(0, 8), make(8), 1e-5, "gemma"
+    yield make(2, 0), make(0), 1e-5, "llama"
+
+
+def _tables(*shape: int) -> tuple[Tensor, Tensor]:
+    angles = torch.randn(shape)
+    return angles.cos(), angles.sin()
+
+
+def _rope(make: Make) -> Iterator[tuple[Any, ...]]:
+    yield make(2, 3, 5, 8), *_tables(5, 4), "half"
+    yield make(2, 3, 5, 8), *_tables(2, 5, 3), "interleaved"
+    yield make(1, 1, 1, 7), *_tables(1, 3), "half"
+    yield make(0, 3, 5, 8), *_tables(5, 4), "interleaved"
+    yield make(2, 3, 0, 8), *_tables(0, 4), "half"
+
+
+def _rope_qk(make: Make) -> Iterator[tuple[Any, ...]]:
+    yield make(2, 4, 5, 8), make(2, 2, 5, 8), *_tables(5, 4), "half"
+    yield make(2, 4, 5, 8), make(2, 1, 5, 8), *_tables(2, 5, 3), "interleaved"
+    yield make(2, 4, 0, 8), make(2, 2, 0, 8), *_tables(0, 4), "half"
+
+
+def _swiglu(make: Make) -> Iterator[tuple[Any, ...]]:
+    for shape in ((2, 3, 8), (1, 7), (0, 8), (4, 0)):
+        yield make(*shape), make(*shape)
+
+
 def _cross_entropy(make: Make) -> Iterator[tuple[Any, ...]]:
     targets = torch.tensor([[0, 8, -100, 3], [5, 5, 2, -100]])
     weights = torch.rand(2, 4)
@@ -78,12 +109,16 @@ def _cross_entropy(make: Make) -> Iterator[tuple[Any, ...]]:
 
 SAMPLES: dict[str, Callable[[Make], Iterator[tuple[Any, ...]]]] = {
     "dropout": _dropout,
+    "rms_norm": _rms_norm,
+    "rope": _rope,
+    "rope_qk": _rope_qk,
     "sdpa": _sdpa,
+    "swiglu": _swiglu,
     "cross_entropy": _cross_entropy,
 }
 
 # Positions of float arguments that are constants by contract: no gradient is promised.
-CONSTANTS: dict[str, tuple[int, ...]] = {"cross_entropy": (2,)}
+CONSTANTS: dict[str, tuple[int, ...]] = {"cross_entropy": (2,), "rope": (1, 2), "rope_qk": (2, 3)}
 
 
 def with_gradients(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:

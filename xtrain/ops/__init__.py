@@ -15,12 +15,31 @@ from xtrain.ops.cross_entropy import cross_entropy
 from xtrain.ops.dropout import OP as DROPOUT
 from xtrain.ops.dropout import dropout, dropout_mask
 from xtrain.ops.registry import Op
+from xtrain.ops.rms_norm import OP as RMS_NORM
+from xtrain.ops.rms_norm import rms_norm
+from xtrain.ops.rope import OP as ROPE
+from xtrain.ops.rope import OP_QK as ROPE_QK
+from xtrain.ops.rope import rope, rope_qk
 from xtrain.ops.sdpa import OP as SDPA
 from xtrain.ops.sdpa import sdpa
+from xtrain.ops.swiglu import OP as SWIGLU
+from xtrain.ops.swiglu import swiglu
 
-__all__ = ["OPS", "Op", "cross_entropy", "dropout", "dropout_mask", "sdpa"]
+__all__ = [
+    "OPS",
+    "Op",
+    "cross_entropy",
+    "dropout",
+    "dropout_mask",
+    "rms_norm",
+    "rope",
+    "rope_qk",
+    "sdpa",
+    "swiglu",
+]
 
-OPS: dict[str, Op] = {op.name: op for op in (DROPOUT, SDPA, CROSS_ENTROPY)}
+_TABLE = (DROPOUT, RMS_NORM, ROPE, ROPE_QK, SDPA, SWIGLU, CROSS_ENTROPY)
+OPS: dict[str, Op] = {op.name: op for op in _TABLE}
 
 
 def _source_hash() -> str:

@@ -1,0 +1,277 @@
+"""Rotary position embedding of explicit positions: each pair of elements turned by its angle.
+
+    half:         pairs (x[i], x[i + R/2])         interleaved: pairs (x[2 i], x[2 i + 1])
+    out_a = a * cos - b * sin                      out_b = b * cos + a * sin
+
+R = 2 * cos.shape[-1] <= H: the first R elements of a head turn, the rest pass. Rows of cos and sin
+are the rows of x: whatever positions they were made of. Arithmetic is in c (fp64 for fp64 x, else
+fp32), cos and sin in any float dtype included, and rounded once.
+
+The map is a rotation: its gradient turns grad_out back (sin negated), so that backward saves cos
+and sin and nothing of the size of x. cos and sin themselves get no gradient.
+
+Letters: B batch, N query heads, M KV heads, T sequence, H head dim, R rotated elements.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xtrain import torch_compat
+from xtrain.ops import registry
+from xtrain.ops.dropout import compute_dtype
+
+LAYOUTS = ("half", "interleaved")
+
+
+def rope_reference(x: Tensor, cos: Tensor, sin: Tensor, *, layout: str = "half") -> Tensor:
+    """Return x turned by the formula above, pair by pair; differentiable."""
+    check_inputs("rope", x, cos, sin, layout)
+    c = compute_dtype(x.dtype)
+    cos, sin = _per_head(cos.to(c)), _per_head(sin.to(c))
+    R = 2 * cos.shape[-1]
+    out = x.to(c).clone()
+    step = slice(0, R // 2), slice(R // 2, R)
+    first, second = step if layout == "half" else (slice(0, R, 2), slice(1, R, 2))
+    out[..., first] = x[..., first].to(c) * cos - x[..., second].to(c) * sin
+    out[..., second] = x[..., second].to(c) * cos + x[..., first].to(c) * sin
+    return out.to(x.dtype)
+
+
+def rope_qk_reference(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, layout: str = "half"
+) -> tuple[Tensor, Tensor]:
+    """Return q and k turned by the formula above; differentiable."""
+    return rope_reference(q, cos, sin, layout=layout), rope_reference(k, cos, sin, layout=layout)
+
+
+def rope_decomposition(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
+    """Return x turned, as inductor fuses it: one read and one write of x."""
+    if _token_major(x):
+        turned = _turn(x.transpose(1, 2), cos.unsqueeze(-2), sin.unsqueeze(-2), layout)
+        return turned.transpose(1, 2)
+    return _turn(x, _per_head(cos), _per_head(sin), layout)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
+    """Turn x, whose dims are those of cos and sin up to broadcasting; the result is contiguous."""
+    c = compute_dtype(x.dtype)
+    cos, sin = cos.to(c), sin.to(c)
+    R = 2 * cos.shape[-1]
+    turning = x[..., :R].to(c)
+    if layout == "half":
+        a, b = turning.chunk(2, dim=-1)
+        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    else:
+        a, b = turning.unflatten(-1, (R // 2, 2)).unbind(-1)
+        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+    turned = turned.to(x.dtype)
+    if R == x.shape[-1]:
+        return turned.contiguous()
+    return torch.cat((turned, x[..., R:]), dim=-1).contiguous()
+
+
+def rope_backward_decomposition(grad_out: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
+    """Return grad_out turned back."""
+    return rope_decomposition(grad_out, cos, -sin, layout)
+
+
+def rope_qk_decomposition(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: str
+) -> tuple[Tensor, Tensor]:
+    """Return q and k turned."""
+    return rope_decomposition(q, cos, sin, layout), rope_decomposition(k, cos, sin, layout)
+
+
+def rope_qk_backward_decomposition(
+    grad_q: Tensor, grad_k: Tensor, cos: Tensor, sin: Tensor, layout: str
+) -> tuple[Tensor, Tensor]:
+    """Return grad_q and grad_k turned back."""
+    return rope_qk_decomposition(grad_q, grad_k, cos, -sin, layout)
+
+
+def _per_head(table: Tensor) -> Tensor:
+    """[T, R/2] or [B, T, R/2] -> what broadcasts over [B, N, T, R/2]."""
+    return table.unsqueeze(-3)
+
+
+def _token_major(x: Tensor) -> bool:
+    """Whether a token's heads lie closer together than a head's tokens.
+
+    Projections give [B, T, N, H], seen as [B, N, T, H]. Keeping that order spares the copy when
+    attention's result, in the layout of q, is merged back to [B, T, N * H].
+    """
+    return x.stride(1) < x.stride(2)
+
+
+def _empty_like(x: Tensor) -> Tensor:
+    B, N, T, H = x.shape
+    if _token_major(x):
+        return torch.empty((B, T, N, H), dtype=x.dtype, device=x.device).transpose(1, 2)
+    return torch.empty((B, N, T, H), dtype=x.dtype, device=x.device)
+
+
+def check_inputs(op: str, x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> None:
+    """Raise ValueError for inputs that do not go together."""
+    if layout not in LAYOUTS:
+        message = f'layout must be "half" or "interleaved", got {layout!r}'
+    elif x.dim() != 4:
+        message = f"x must be [B, N, T, H], got {tuple(x.shape)}"
+    elif not all(t.dtype.is_floating_point for t in (x, cos, sin)):
+        message = f"x, cos and sin must hold floats, got {x.dtype}, {cos.dtype} and {sin.dtype}"
+    elif cos.shape != sin.shape:
+        message = f"cos and sin must have one shape, got {tuple(cos.shape)} and {tuple(sin.shape)}"
+    elif not _rows_fit(x, cos):
+        message = (
+            "cos and sin must be [T, R/2] or [B, T, R/2] with R <= H for x [B, N, T, H] = "
+            f"{tuple(x.shape)}, got {tuple(cos.shape)}"
+        )
+    elif not x.device == cos.device == sin.device:
+        message = (
+            f"x, cos and sin must share a device, got {x.device}, {cos.device} and {sin.device}"
+        )
+    else:
+        return
+    raise torch_compat.argument_error(f"{op}: {message}")
+
+
+def _rows_fit(x: Tensor, table: Tensor) -> bool:
+    B, _, T, H = x.shape
+    if table.dim() not in (2, 3) or table.shape[-2] != T or 2 * table.shape[-1] > H:
+        return False
+    return table.dim() == 2 or table.shape[0] == B
+
+
+def supports(x: Tensor, cos: Tensor, sin: Tensor, *, layout: str = "half") -> str | None:
+    """Return why the Triton kernel cannot take these inputs, or None when it can."""
+    return "rope has no Triton kernel yet; the decomposition runs"
+
+
+def supports_qk(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, layout: str = "half"
+) -> str | None:
+    """Return why the Triton kernel cannot take these inputs, or None when it can."""
+    return "rope_qk has no Triton kernel yet; the decomposition runs"
+
+
+def _fake(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
+    check_inputs("rope", x, cos, sin, layout)
+    return _empty_like(x)
+
+
+def _eager(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
+    check_inputs("rope", x, cos, sin, layout)
+    return rope_decomposition(x, cos, sin, layout)
+
+
+def _fake_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: str) -> tuple[Tensor, Tensor]:
+    check_inputs("rope_qk", q, cos, sin, layout)
+    check_inputs("rope_qk", k, cos, sin, layout)
+    return _empty_like(q), _empty_like(k)
+
+
+def _eager_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: str) -> tuple[Tensor, Tensor]:
+    check_inputs("rope_qk", q, cos, sin, layout)
+    check_inputs("rope_qk", k, cos, sin, layout)
+    return rope_qk_decomposition(q, k, cos, sin, layout)
+
+
+FORWARD = registry.define_op(
+    "rope(Tensor x, Tensor cos, Tensor sin, str layout) -> Tensor",
+    fake=_fake,
+    decomposition=rope_decomposition,
+    cpu=_eager,
+    cuda=_eager,
+)
+BACKWARD = registry.define_op(
+    "rope_backward(Tensor grad_out, Tensor cos, Tensor sin, str layout) -> Tensor",
+    fake=_fake,
+    decomposition=rope_backward_decomposition,
+)
+FORWARD_QK = registry.define_op(
+    "rope_qk(Tensor q, Tensor k, Tensor cos, Tensor sin, str layout) -> (Tensor, Tensor)",
+    fake=_fake_qk,
+    decomposition=rope_qk_decomposition,
+    cpu=_eager_qk,
+    cuda=_eager_qk,
+)
+BACKWARD_QK = registry.define_op(
+    "rope_qk_backward(Tensor grad_q, Tensor grad_k, Tensor cos, Tensor sin, str layout) "
+    "-> (Tensor, Tensor)",
+    fake=_fake_qk,
+    decomposition=rope_qk_backward_decomposition,
+)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    *_, cos, sin, ctx.layout = inputs
+    ctx.save_for_backward(cos, sin)
+
+
+def _derivative(op: torch._ops.OpOverload) -> Any:
+    """Return backward(ctx, grad...) for a map whose transpose is `op`."""
+
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        turned = op(*grads, *ctx.saved_tensors, ctx.layout)
+        return *((turned,) if isinstance(turned, Tensor) else turned), None, None, None
+
+    return backward
+
+
+# Each of a pair is the other's transpose, so second derivatives come for nothing.
+registry.define_autograd(FORWARD, _derivative(BACKWARD), _setup_context)
+registry.define_autograd(BACKWARD, _derivative(FORWARD), _setup_context)
+registry.define_autograd(FORWARD_QK, _derivative(BACKWARD_QK), _setup_context)
+registry.define_autograd(BACKWARD_QK, _derivative(FORWARD_QK), _setup_context)
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor, *, layout: str = "half") -> Tensor:
+    """Turn each pair of elements of x by its angle.
+
+    Shapes:   x [B, N, T, H], any strides; cos, sin [T, R/2] or [B, T, R/2], R <= H, rows as x has
+              them; result like x, dense in x's order of heads and tokens, never an alias.
+    Args:     layout: "half" pairs i with i + R/2 (Llama, GPT-NeoX), "interleaved" 2 i with 2 i + 1
+              (GPT-J); elements from R on pass unchanged.
+    Grad:     grad_out turned back; saves cos and sin. cos and sin get no gradient.
+    Numerics: fp32 (fp64 for fp64 x), rounded once; give cos and sin in fp32: rounded to bf16 they
+              turn by wrong angles from position 257 on.
+    Raises:   ValueError if shapes do not fit, layout is unknown, or an input holds no floats.
+    Source:   Su et al. 2021 (RoFormer).
+    """
+    return FORWARD(x, cos, sin, layout)
+
+
+def rope_qk(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, layout: str = "half"
+) -> tuple[Tensor, Tensor]:
+    """Turn queries and keys in one call: `rope` of both, which share B, T, H and the tables.
+
+    Shapes:   q [B, N, T, H], k [B, M, T, H]; cos, sin as for `rope`; results like q and k.
+    Args, Grad, Numerics, Raises, Source: as `rope`.
+    """
+    return FORWARD_QK(q, k, cos, sin, layout)
+
+
+OP = registry.Op(
+    name="rope",
+    public=rope,
+    reference=rope_reference,
+    forward=FORWARD,
+    backward=BACKWARD,
+    decomposition=rope_decomposition,
+    backward_decomposition=rope_backward_decomposition,
+    supports=supports,
+)
+OP_QK = registry.Op(
+    name="rope_qk",
+    public=rope_qk,
+    reference=rope_qk_reference,
+    forward=FORWARD_QK,
+    backward=BACKWARD_QK,
+    decomposition=rope_qk_decomposition,
+    backward_decomposition=rope_qk_backward_decomposition,
+    supports=supports_qk,
+)
