@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from xtrain import torch_compat
@@ -26,15 +27,14 @@ def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
     check_inputs(gate, up)
     dtype = torch.promote_types(gate.dtype, up.dtype)
     c = compute_dtype(dtype)
-    return (torch.nn.functional.silu(gate.to(c)) * up.to(c)).to(dtype)
+    return (gate.to(c) * torch.sigmoid(gate.to(c)) * up.to(c)).to(dtype)
 
 
 def swiglu_decomposition(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate) * up as inductor fuses it."""
     dtype = torch.promote_types(gate.dtype, up.dtype)
     c = compute_dtype(dtype)
-    g = gate.contiguous().to(c)
-    return (g * torch.sigmoid(g) * up.contiguous().to(c)).to(dtype)
+    return (F.silu(gate.contiguous().to(c)) * up.contiguous().to(c)).to(dtype)
 
 
 def swiglu_backward_decomposition(
@@ -43,9 +43,8 @@ def swiglu_backward_decomposition(
     """Return (grad_gate, grad_up) by the formulas above."""
     c = compute_dtype(torch.promote_types(gate.dtype, up.dtype))
     g, dy = gate.contiguous().to(c), grad_out.contiguous().to(c)
-    s = torch.sigmoid(g)
-    grad_gate = dy * up.contiguous().to(c) * (s * (1.0 + g * (1.0 - s)))
-    return grad_gate.to(gate.dtype), (dy * (g * s)).to(up.dtype)
+    grad_gate = torch.ops.aten.silu_backward(dy * up.contiguous().to(c), g)
+    return grad_gate.to(gate.dtype), (dy * F.silu(g)).to(up.dtype)
 
 
 def check_inputs(gate: Tensor, up: Tensor) -> None:
