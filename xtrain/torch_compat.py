@@ -198,6 +198,13 @@ def ignore_logging_calls() -> None:
         method = getattr(logging.Logger, name, None)  # transformers adds these
         if method is not None:
             ignored.add(method)
+    # Up to torch 2.11 Dynamo's telemetry stumbles over the functions, in a traceback per compile.
+    if torch.__version__ < "2.12":
+        logging.getLogger("torch._dynamo.metrics_context").addFilter(_is_no_telemetry_error)
+
+
+def _is_no_telemetry_error(record: Any) -> bool:
+    return "exception logging compilation metrics" not in str(record.msg)
 
 
 def backend_cause(error: BaseException) -> BaseException | None:

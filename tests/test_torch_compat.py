@@ -1,0 +1,325 @@
+"""The contract of each use of a torch internal, on the torch that runs: what xtrain relies on."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from xtrain import ops, torch_compat
+
+
+def compiled_with(function, *args, backend=None, **kwargs):
+    """Compile and run once; return the graphs and example inputs that the backend saw."""
+    seen = []
+
+    def recording(module, example_inputs):
+        seen.append((module, example_inputs))
+        return (backend or (lambda m, _: m.forward))(module, example_inputs)
+
+    result = torch.compile(function, backend=recording, **kwargs)(*args)
+    return result, seen
+
+
+# --- lowering -----------------------------------------------------------------------------------
+
+
+def test_an_op_stays_one_node_through_aot_and_is_lowered_by_its_decomposition():
+    """One node in AOT's forward, one in its backward, no call in inductor's code."""
+    from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
+    from torch._inductor.utils import run_and_get_code
+
+    seed = torch.tensor(3)
+
+    def f(x):
+        return ops.dropout(x.sin(), 0.5, seed).cos()
+
+    graphs = []
+
+    def keep(module, _):
+        graphs.append(module)
+        return make_boxed_func(module.forward)
+
+    def aot(module, inputs):
+        return aot_module_simplified(module, inputs, fw_compiler=keep, bw_compiler=keep)
+
+    x = torch.randn(64, requires_grad=True)
+    torch.compile(f, backend=aot)(x).sum().backward()
+    names = [[str(n.target) for n in g.graph.nodes] for g in graphs]
+    assert [n.count("xtrain.dropout.default") for n in names] == [1, 0]
+    assert [n.count("xtrain.dropout_backward.default") for n in names] == [0, 1]
+    torch._dynamo.reset()
+    result, code = run_and_get_code(torch.compile(f), x.detach())
+    torch.testing.assert_close(result, f(x).detach(), rtol=1e-6, atol=1e-6)
+    assert "torch.ops.xtrain.dropout" not in code[0], "lowered, not called"
+
+
+def test_lowerings_wait_for_inductor_and_importing_ops_does_not_load_it():
+    code = (
+        "import sys, xtrain.ops, xtrain.torch_compat as c; "
+        "assert 'torch._inductor.lowering' not in sys.modules; assert c._pending_lowerings; "
+        "import torch._inductor.lowering as l; c.flush_lowerings(); "
+        "import torch; assert torch.ops.xtrain.dropout.default in l.lowerings; "
+        "assert not c._pending_lowerings"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_cache_tags_reach_the_key_of_inductors_cache():
+    import torch.compiler.config as compiler_config
+    from torch._inductor.codecache import FxGraphHashDetails
+
+    def key_of():
+        module = fx.symbolic_trace(lambda x: x + 1)
+        return FxGraphHashDetails(module, [torch.zeros(2)], {}, []).__dict__
+
+    def differ(a, b):
+        return {name for name in a if repr(a[name]) != repr(b[name])}
+
+    with compiler_config.patch(cache_key_tag="base"):
+        before = key_of()
+        with torch_compat.cache_key_tag("passes"):
+            inside = key_of()
+            assert compiler_config.cache_key_tag == "basepasses"
+        assert compiler_config.cache_key_tag == "base"
+        torch_compat.add_compile_cache_tag("ops")
+        torch_compat.add_compile_cache_tag("ops")
+        assert compiler_config.cache_key_tag == "baseops", "a tag is added once"
+        assert differ(before, inside) == differ(before, key_of()) == {"cache_key_tag"}
+
+
+# --- errors -------------------------------------------------------------------------------------
+
+
+def test_argument_errors_are_value_errors_outside_and_inside_a_trace():
+    assert type(torch_compat.argument_error("no")) is ValueError
+
+    @torch.library.custom_op("xtrain_test::refuse", mutates_args=())
+    def refuse(x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("eager")
+
+    @refuse.register_fake
+    def _(x):
+        raise torch_compat.argument_error("refused at trace time")
+
+    with pytest.raises(ValueError, match="refused at trace time"):
+        torch.compile(refuse, backend="eager", fullgraph=True)(torch.zeros(2))
+
+
+def test_backend_cause_is_what_the_backend_raised():
+    def failing(module, example_inputs):
+        raise KeyError("some node")
+
+    with pytest.raises(Exception, match="some node") as caught:
+        torch.compile(lambda x: x + 1, backend=failing)(torch.zeros(2))
+    assert isinstance(torch_compat.backend_cause(caught.value), KeyError)
+    assert torch_compat.backend_cause(ValueError("another")) is None
+
+
+# --- entering and leaving -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_in_backward_is_true_in_a_recompute_and_nowhere_else(use_reentrant):
+    seen = []
+
+    def f(x):
+        seen.append(torch_compat.in_backward())
+        return x.sin() * 2
+
+    x = torch.zeros(3, requires_grad=True)
+    y = checkpoint(f, x, use_reentrant=use_reentrant)
+    seen.append(torch_compat.in_backward())
+    y.sum().backward()
+    seen.append(torch_compat.in_backward())
+    assert seen == [False, False, True, False]
+
+
+def test_storage_ref_expires_with_the_memory_not_with_the_tensor():
+    x = torch.zeros(3)
+    view, ref = x[1:], torch_compat.StorageRef(x)
+    del x
+    assert not ref.expired(), "a view keeps the memory"
+    del view
+    assert ref.expired()
+
+
+def test_fresh_entries_have_their_own_compiled_variants():
+    """More entries of one function than the recompile limit: each is compiled, none falls back."""
+
+    def call(module, x):
+        return module(x)
+
+    graphs = 0
+
+    def counting(module, example_inputs):
+        nonlocal graphs
+        graphs += 1
+        return module.forward
+
+    limit = torch._dynamo.config.recompile_limit
+    for i in range(limit + 2):
+        entry = torch_compat.fresh_entry(call, f"entry_{i}")
+        assert entry.__name__ == f"entry_{i}" and entry is not call
+        torch.compile(entry, backend=counting)(nn.Linear(2, 2), torch.zeros(1, 2))
+    assert graphs == limit + 2
+
+
+def test_source_names_of_placeholders():
+    def f(_xtrain_model, x):
+        return _xtrain_model(x)
+
+    _, ((module, _),) = compiled_with(f, nn.Linear(2, 2), torch.zeros(1, 2))
+    names = [torch_compat.source_name(n) for n in module.graph.nodes if n.op == "placeholder"]
+    assert len(names) == 3 and all(n.startswith("L['") for n in names)
+    assert sum(n.startswith("L['_xtrain_model']") for n in names) == 2
+    assert torch_compat.source_name(fx.Graph().placeholder("x")) == ""
+
+
+def test_trace_config_is_undone_and_its_settings_exist():
+    for shared_layers in (False, True):
+        overrides = torch_compat.trace_overrides(shared_layers=shared_layers)
+        before = {name: getattr(torch._dynamo.config, name) for name in overrides}
+        with torch_compat.trace_config(**overrides):
+            for name, value in overrides.items():
+                assert getattr(torch._dynamo.config, name) == value
+        assert before == {name: getattr(torch._dynamo.config, name) for name in overrides}
+
+
+@pytest.mark.parametrize(("shared_layers", "number"), [(True, 2), (False, 6)])
+def test_a_layer_index_makes_no_graph_of_its_own(shared_layers, number):
+    """The first value is a constant; the second is seen to vary and becomes a symbol for all."""
+
+    class Layer(nn.Module):
+        def __init__(self, index):
+            super().__init__()
+            self.index = index
+
+        def forward(self, x):
+            return x * self.index
+
+    graphs = []
+    run = torch.compile(
+        torch_compat.fresh_entry(lambda layer, x: layer(x), "layers"),
+        backend=lambda m, _: graphs.append(m) or m.forward,
+    )
+    with torch_compat.trace_config(**torch_compat.trace_overrides(shared_layers=shared_layers)):
+        outs = [float(run(Layer(i), torch.ones(2))[0]) for i in range(3, 9)]
+    assert outs == [3, 4, 5, 6, 7, 8] and len(graphs) == number
+
+
+def test_logging_calls_of_losses_do_not_break_graphs(caplog):
+    pytest.importorskip("transformers")
+    from transformers.utils import logging as transformers_logging
+
+    logger = transformers_logging.get_logger("xtrain.test")
+    assert hasattr(logging.Logger, "warning_once")
+    torch_compat.ignore_logging_calls()
+
+    def f(x):
+        logger.warning_once("num_items_in_batch is ignored")
+        return x.sin()
+
+    caplog.set_level(logging.ERROR)
+    result = torch.compile(f, backend="eager", fullgraph=True)(torch.zeros(2))
+    assert torch.equal(result, torch.zeros(2))
+    assert caplog.records == []
+
+
+def test_marked_dimensions_become_symbols_together():
+    graphs = []
+    f = torch.compile(lambda x: x.sin(), backend=lambda m, _: graphs.append(m) or m.forward)
+    f(torch.zeros(4, 5))
+    for shape in ((3, 7), (8, 2), (9, 11)):
+        x = torch.zeros(shape)
+        torch_compat.mark_dynamic(x, [0, 1])
+        f(x)
+    assert len(graphs) == 2
+    values = [n.meta["example_value"] for n in graphs[1].graph.nodes if n.op == "placeholder"]
+    (x,) = (v for v in values if isinstance(v, torch.Tensor))
+    assert all(isinstance(size, torch.SymInt) for size in x.shape)
+    one = torch.zeros(1, 3)
+    torch_compat.mark_dynamic(one, [0])  # 1 cannot be a symbol: accepted, without an error
+    assert f(one).shape == (1, 3)
+
+
+def test_fake_like_inputs_follows_the_example_inputs():
+    value = torch.zeros(6, dtype=torch.int64)
+    assert torch_compat.fake_like_inputs([torch.zeros(2), 3], value) is value
+    mode = FakeTensorMode()
+    fake = torch_compat.fake_like_inputs([3, mode.from_tensor(torch.zeros(2))], value)
+    assert isinstance(fake, FakeTensor) and fake.fake_mode is mode
+    assert (fake.shape, fake.stride(), fake.dtype) == (value.shape, value.stride(), value.dtype)
+
+
+# --- backends -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["eager", "aot_eager"])
+def test_inner_backends_run_a_graph(name):
+    backend = torch_compat.inner_backend(name, mode=None, options={}, dynamic=None)
+    x = torch.randn(3, requires_grad=True)
+    result, _ = compiled_with(lambda x: x.sin(), x, backend=backend)
+    result.sum().backward()
+    assert torch.equal(result, x.sin()) and torch.equal(x.grad, x.cos())
+
+
+def test_inductor_keeps_bf16_roundings_unless_told_otherwise(device):
+    """The value of a multiply in bf16 is rounded before it is added, as in eager (row C34).
+
+    Up to torch 2.11 inductor's C++ backend drops the roundings whatever the setting.
+    """
+    a, b = (torch.randn(4096, device=device).bfloat16() for _ in range(2))
+
+    def f(a, b):
+        return (a * b) + a
+
+    compiled = {}
+    for options in ({}, {"emulate_precision_casts": False}):
+        backend = torch_compat.inner_backend("inductor", mode=None, options=options, dynamic=None)
+        torch._dynamo.reset()
+        compiled[not options] = torch.compile(f, backend=backend)(a, b)
+    if device.type == "cuda" or torch.__version__ >= "2.13":
+        assert torch.equal(compiled[True], f(a, b))
+    assert not torch.equal(compiled[False], f(a, b))
+
+
+def test_no_ddp_module_outside_a_ddp_forward():
+    assert torch_compat.active_ddp_module() is None
+
+
+def test_the_ddp_splitter_cuts_at_buckets_and_calls_the_backend_per_piece():
+    class Ddp:
+        bucket_bytes_cap = 2 * 16 * 16 * 4
+
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(4)))
+    pieces = []
+
+    def inner(module, example_inputs):
+        pieces.append(module)
+        return module.forward
+
+    backend = torch_compat.ddp_backend(Ddp(), inner)
+    x = torch.randn(2, 16)
+    result, _ = compiled_with(model, x, backend=backend)
+    assert len(pieces) == 2 and torch.equal(result, model(x))
+
+
+def test_has_triton_says_whether_it_can_be_imported():
+    assert torch_compat.has_triton() == (importlib.util.find_spec("triton") is not None)
+
+
+def test_compiled_graphs_are_counted_recompiles_included():
+    f = torch.compile(lambda x: F.relu(x), backend="eager", dynamic=False)
+    before = torch_compat.num_compiled_graphs()
+    for size in (2, 3, 2, 4):
+        f(torch.zeros(size))
+    assert torch_compat.num_compiled_graphs() - before == 3
