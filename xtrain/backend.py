@@ -15,6 +15,7 @@ from torch import fx, nn
 
 from xtrain import ops, passes, torch_compat
 from xtrain.blocks import Blocks
+from xtrain.dynamic_shapes import ShapeWatch
 from xtrain.passes import fx_utils
 from xtrain.passes.insert_residual_dropout import (
     SEEDS,
@@ -79,6 +80,7 @@ class Session:
         self.options = options
         self.keys = keys
         self.blocks = Blocks(model)
+        self.shapes = ShapeWatch(options.dynamic)
         self.sites: dict[tuple[str, str], Site] = {}
         self.report = Report()
         self.ledger: ReplayLedger[torch.Tensor] = ReplayLedger()

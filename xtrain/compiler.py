@@ -118,7 +118,7 @@ class CompiledModel(nn.Module):
     optimisers and wrappers see no prefix; other attributes fall through. `inner` is the model.
     """
 
-    _OWN = frozenset({"_session", "_inner", "_entries", "_group", "_replays", "_shapes", "forward"})
+    _OWN = frozenset({"_session", "_inner", "_entries", "_group", "_replays", "forward"})
 
     def __init__(
         self,
@@ -137,7 +137,6 @@ class CompiledModel(nn.Module):
         own["_session"] = Session(model, options, StepKeys(seed), per_block=per_block)
         own["_group"] = data_parallel_group
         own["_replays"] = ReplayLedger[StepKey]()
-        own["_shapes"] = None
         torch_compat.ignore_logging_calls()
         if per_block:
             _compile_each_block(self._session)
@@ -188,9 +187,10 @@ class CompiledModel(nn.Module):
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         session: Session = self._session
         training = self._inner.training and session.options.dropout > 0
-        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        tensors = _tensors_in(args, kwargs)
         call = self._begin(tensors) if training else None
-        self._note_shapes(tensors)
+        session.shapes.note(tensors)
+        session.shapes.mark(tensors)
         with _running(session, call), _clean_errors():
             with torch_compat.trace_config(**_trace_overrides(self._session.per_block)):
                 result = self._entries[training](*args, **kwargs)
@@ -209,19 +209,6 @@ class CompiledModel(nn.Module):
         key = keys.advance(default)
         self._replays.record("forward", tensors, key)
         return Call(key, batch)
-
-    def _note_shapes(self, tensors: list[torch.Tensor]) -> None:
-        """Once batch or length changes, trace both as symbols: one more compile, not two."""
-        if self._session.options.dynamic is False or not tensors:
-            return
-        leading = tuple(tensors[0].shape[:2])
-        if self._shapes is None:
-            self.__dict__["_shapes"] = leading
-        elif self._shapes != leading or self._shapes == "changed":
-            self.__dict__["_shapes"] = "changed"
-            for tensor in tensors:
-                dims = [d for d, size in enumerate(tensor.shape) if size in leading and size > 1]
-                torch_compat.mark_dynamic(tensor, dims)
 
     # --- what is the model's --------------------------------------------------------------------
 
@@ -434,10 +421,23 @@ class _BlockForward:
             return type(self._block).forward(self._block, *args, **kwargs)
         training = self._block.training and session.options.dropout > 0
         entry = functools.partial(self._entries[training], self._block)
+        session.shapes.mark(_tensors_in(args, kwargs))
         if recomputing:
             with torch_compat.trace_config(**_trace_overrides(True)):
                 return entry(*args, **kwargs)
         return entry(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles of the block run its own code: graphs and keys stay here."""
+        return _own_forward, (self._block,)
+
+
+def _own_forward(block: nn.Module) -> Callable[..., Any]:
+    return type(block).forward.__get__(block)
+
+
+def _tensors_in(*arguments: Any) -> list[torch.Tensor]:
+    return [x for x in pytree.tree_leaves(arguments) if isinstance(x, torch.Tensor)]
 
 
 def _trace_overrides(per_block: bool) -> dict[str, Any]:
