@@ -1,0 +1,379 @@
+"""What every benchmark shares: statistics, timing, memory, the machine, the report and its forms.
+
+A step time is summed up as p20, p50 and p80. Two variants are compared block by block: variants run
+in turn, block after block, so that whatever disturbs the machine disturbs all of them; the ratio of
+their block medians is formed within each round, and the median of these ratios is given with a
+distribution-free confidence interval.
+
+torch is imported only where something is measured, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+GIB = 2**30
+NOT_AVAILABLE = "n/a"
+
+
+# --- statistics -----------------------------------------------------------------------------------
+
+
+def percentile(values: Sequence[float], q: float) -> float:
+    """Return the q-th percentile (q in [0, 100]), linear between neighbours, as numpy's default."""
+    if not values:
+        raise ValueError("percentile of no values")
+    ordered = sorted(values)
+    position = (len(ordered) - 1) * q / 100
+    low = math.floor(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """p20, p50 and p80 of `count` measurements."""
+
+    p20: float
+    p50: float
+    p80: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Summary:
+        p20, p50, p80 = (percentile(values, q) for q in (20, 50, 80))
+        return cls(p20, p50, p80, len(values))
+
+    def __str__(self) -> str:
+        return f"{short(self.p50)} [{short(self.p20)}, {short(self.p80)}]"
+
+
+def median_interval(values: Sequence[float], coverage: float = 0.95) -> tuple[float, float, float]:
+    """Return (low, high, coverage) of an interval for the median of what `values` are drawn from.
+
+    The k-th smallest and k-th largest value, k as large as the wanted coverage allows: the median
+    lies between them with probability 1 - 2 * P(Binomial(n, 1/2) < k), whatever the distribution.
+    With fewer than 6 values even their whole range covers less than 95%; the last item says so.
+    """
+    ordered, n = sorted(values), len(values)
+
+    def reached(k: int) -> float:
+        return max(0.0, 1 - 2 * sum(math.comb(n, i) for i in range(k)) / 2**n)
+
+    k = max((k for k in range(1, (n + 1) // 2 + 1) if reached(k) >= coverage), default=1)
+    return ordered[k - 1], ordered[n - k], reached(k)
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """The median of block-wise ratios, with its interval."""
+
+    median: float
+    low: float
+    high: float
+    coverage: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+    def as_cost(self) -> str:
+        """Return a ratio of times as what the numerator costs on top, in percent."""
+        cost, low, high = (100 * (x - 1) for x in (self.median, self.low, self.high))
+        return f"{cost:.1f}% [{low:.1f}, {high:.1f}]"
+
+    def verdict(self) -> str:
+        """Return which way a ratio of speeds points, if its interval leaves no doubt."""
+        if self.low > 1:
+            return "faster"
+        return "slower" if self.high < 1 else "no measurable difference"
+
+
+def block_ratio(
+    numerator: Sequence[Sequence[float]], denominator: Sequence[Sequence[float]]
+) -> Ratio:
+    """Return the Ratio of two variants' times: block medians divided round by round."""
+    if len(numerator) != len(denominator) or not numerator:
+        raise ValueError(
+            f"blocks must pair up, got {len(numerator)} and {len(denominator)}: compare variants "
+            "that ran in the same rounds"
+        )
+    ratios = [
+        statistics.median(a) / statistics.median(b)
+        for a, b in zip(numerator, denominator, strict=True)
+    ]
+    return Ratio(statistics.median(ratios), *median_interval(ratios))
+
+
+def order_of_block(names: Sequence[str], block: int) -> Sequence[str]:
+    """Return the order of a round: there and back in turn, so that neighbours change sides."""
+    return names if block % 2 == 0 else names[::-1]
+
+
+# --- timing and memory ----------------------------------------------------------------------------
+
+
+def time_calls(call: Callable[[], object], num_calls: int, device_type: str) -> list[float]:
+    """Return the time of each of num_calls calls in ms, one after the other.
+
+    CUDA: between events in the stream; the host may run ahead as it does in training, and waits
+    only at the end. CPU: wall time.
+    """
+    if device_type != "cuda":
+        times = []
+        for _ in range(num_calls):
+            start = time.perf_counter()
+            call()
+            times.append(1e3 * (time.perf_counter() - start))
+        return times
+    import torch
+
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(num_calls + 1)]
+    torch.cuda.synchronize()
+    events[0].record()
+    for event in events[1:]:
+        call()
+        event.record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
+
+
+def cpu_tensor_peak_bytes(call: Callable[[], object]) -> int:
+    """Return the most that tensors allocated during one call held at a time, in bytes.
+
+    Counts what torch's CPU allocator gave out since the call began, the counterpart of CUDA's
+    max_memory_allocated; what was alive before does not count.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    gc.collect()
+    with _quiet_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        call()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        trace.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    totals = [
+        event["args"]["Total Allocated"]
+        for event in events
+        if event.get("name") == "[memory]" and event["args"].get("Device Type") == 0
+    ]
+    if not totals:
+        raise RuntimeError("the profiler recorded no allocation")
+    return max(totals)
+
+
+@contextmanager
+def _quiet_stderr() -> Iterator[None]:
+    """Keep the profiler's start and stop lines, which C++ writes, off the terminal."""
+    sys.stderr.flush()
+    saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(null)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One input of an op's benchmark (bench/ops)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Any  # torch.dtype
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def __str__(self) -> str:
+        return f"{self.name} {list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
+
+
+# --- the machine ----------------------------------------------------------------------------------
+
+
+def environment(device_type: str, commit: str | None = None) -> dict[str, Any]:
+    """Return what a reader needs to know of hardware and versions; call where torch is loaded."""
+    import torch
+
+    found = {
+        "cpu": _cpu_name(),
+        "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
+        "cpu_threads": torch.get_num_threads(),
+        "gpu": NOT_AVAILABLE,
+        "gpu_power_limit_w": NOT_AVAILABLE,
+        "gpu_driver": NOT_AVAILABLE,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda or NOT_AVAILABLE,
+        "triton": _version_of("triton"),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "commit": commit or git_commit(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    }
+    if device_type == "cuda":
+        found["gpu"] = torch.cuda.get_device_name()
+        found["gpu_power_limit_w"], found["gpu_driver"] = _nvidia_smi("power.limit,driver_version")
+    return found
+
+
+def git_commit(folder: Path = ROOT) -> str:
+    """Return the commit of a checkout, "-dirty" behind it if tracked files differ from it."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    return _output_of(command, folder) or "unknown (not a git checkout; --commit names one)"
+
+
+def command_line(script: str, arguments: Sequence[str]) -> str:
+    """Return the command that measures the same again, without the flags that name files."""
+    kept, skip = [], False
+    for argument in arguments:
+        name, has_value, _ = argument.partition("=")
+        if skip or name in ("--json", "--markdown", "--commit"):
+            skip = not skip and not has_value
+            continue
+        kept.append(argument)
+    return shlex.join(["python", script, *kept])
+
+
+def load_average() -> float | None:
+    """Return the mean number of runnable processes over the last minute, None where unknown."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+
+
+def _nvidia_smi(fields: str) -> list[str]:
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    lines = _output_of(command).splitlines()
+    if not lines:
+        return [NOT_AVAILABLE] * len(fields.split(","))
+    return [value.strip() for value in lines[0].split(",")]
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _version_of(package: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _output_of(command: list[str], folder: Path | None = None) -> str:
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+# --- the report -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Report:
+    """A benchmark's outcome: the sections of the Markdown file, and `data` for the JSON alone."""
+
+    title: str
+    question: str
+    result: list[str]
+    setup: dict[str, Any]
+    method: list[str]
+    headers: list[str]
+    rows: list[list[str]]
+    reproduce: str
+    limits: list[str]
+    checks: list[list[str]] = field(default_factory=list)  # [what, wanted, measured, met or missed]
+    data: dict[str, Any] = field(default_factory=dict)
+
+    def table(self, form: str = "simple") -> str:
+        return _table(self.headers, self.rows, form)
+
+    def markdown(self) -> str:
+        """Return the report as a Markdown file."""
+        checks = _table(["Claim", "Wanted", "Measured", ""], self.checks, "github")
+        sections = [
+            f"# {self.title}",
+            f"**Question.** {self.question}",
+            "**Result.** " + " ".join(self.result),
+            *([checks] if self.checks else []),
+            "**Setup.** " + _setup_sentence(self.setup),
+            "**Method.** " + " ".join(self.method),
+            "**Table.**",
+            self.table("github"),
+            "**Reproduce.**",
+            f"```\n{self.reproduce}\n```",
+            "**Limits.**",
+            "\n".join(f"- {line}" for line in self.limits),
+        ]
+        return "\n\n".join(sections) + "\n"
+
+    def write(self, json_path: Path | None, markdown_path: Path | None) -> None:
+        """Write the files that were asked for."""
+        if json_path is not None:
+            json_path.parent.mkdir(parents=True, exist_ok=True)
+            json_path.write_text(json.dumps(plain(asdict(self)), indent=1) + "\n")
+        if markdown_path is not None:
+            markdown_path.parent.mkdir(parents=True, exist_ok=True)
+            markdown_path.write_text(self.markdown())
+
+
+def plain(value: Any) -> Any:
+    """Return a value as JSON holds it: numbers that JSON lacks become None, the unknown text."""
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value if value is None or isinstance(value, bool | int | str) else str(value)
+
+
+def short(value: float) -> str:
+    """Return a number with about four digits."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def _table(headers: Sequence[str], rows: Sequence[Sequence[str]], form: str) -> str:
+    from tabulate import tabulate
+
+    align = ["left"] + ["right"] * (len(headers) - 1) if form == "simple" else None
+    return tabulate(rows, headers, tablefmt=form, disable_numparse=True, colalign=align or ())
+
+
+def _setup_sentence(setup: Mapping[str, Any]) -> str:
+    """Name the entries that apply to this machine, in about three digits."""
+    entries = [
+        f"{name.replace('_', ' ')} {f'{value:.3g}' if isinstance(value, float) else value}"
+        for name, value in setup.items()
+        if value not in (None, NOT_AVAILABLE)
+    ]
+    return "; ".join(entries) + "."

@@ -1,0 +1,293 @@
+"""The benchmarks: statistics against known values, models, masks, workers, small runs."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # bench/ is no installed package
+
+from bench import compare, harness, models, probe, run_op  # noqa: E402
+from bench.variants import VARIANTS, Setting  # noqa: E402
+from bench.worker import Team  # noqa: E402
+from xtrain.model import Config, Transformer  # noqa: E402
+
+TINY = Setting(
+    preset="tiny",
+    batch=2,
+    seq=16,
+    vocab=16,
+    dropout=0.1,
+    recompute="none",
+    device="cpu",
+    dtype="fp32",
+)
+
+
+# --- statistics -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 10])
+def test_percentiles_are_numpys(n):
+    values = np.random.default_rng(n).exponential(size=n).tolist()
+    for q in (0, 20, 50, 80, 100):
+        assert harness.percentile(values, q) == pytest.approx(np.percentile(values, q))
+    summary = harness.Summary.of(values)
+    wanted = np.percentile(values, [20, 50, 80])
+    assert (summary.p20, summary.p50, summary.p80) == pytest.approx(tuple(wanted))
+    assert summary.count == n
+
+
+def test_a_percentile_of_nothing_is_an_error():
+    with pytest.raises(ValueError, match="no values"):
+        harness.percentile([], 50)
+
+
+@pytest.mark.parametrize(
+    "n, rank, coverage",
+    # from the binomial table: 1 - 2 * P(Binomial(n, 1/2) < rank)
+    [(7, 1, 0.984375), (9, 2, 0.9609375), (12, 3, 0.9614258), (20, 6, 0.9586105), (3, 1, 0.75)],
+)
+def test_median_interval_against_the_binomial_table(n, rank, coverage):
+    values = np.random.default_rng(0).permutation(n).tolist()
+    low, high, reached = harness.median_interval(values)
+    assert (low, high) == (rank - 1, n - rank)
+    assert reached == pytest.approx(coverage, abs=1e-7)
+
+
+def test_median_interval_covers_as_often_as_it_says():
+    """Every pattern of n draws above or below the median is equally likely: count them all."""
+    n = 9
+    hits = 0
+    for signs in itertools.product((-1.0, 1.0), repeat=n):
+        low, high, reached = harness.median_interval(list(signs))
+        hits += low <= 0 <= high
+    assert hits / 2**n == pytest.approx(reached)
+
+
+def test_block_ratio_divides_within_rounds():
+    slow = [[10.0, 20.0, 30.0], [200.0, 200.0, 200.0], [4.0, 4.0, 4.0]]
+    fast = [[10.0, 10.0, 99.0], [100.0, 100.0, 100.0], [1.0, 1.0, 1.0]]
+    ratio = harness.block_ratio(slow, fast)  # 2, 2, 4: the machine slowed down tenfold in between
+    assert (ratio.median, ratio.low, ratio.high, ratio.coverage) == (2.0, 2.0, 4.0, 0.75)
+    assert ratio.as_cost() == "100.0% [100.0, 300.0]"
+    with pytest.raises(ValueError, match="same rounds"):
+        harness.block_ratio(slow, fast[:2])
+
+
+@pytest.mark.parametrize(
+    "low, high, verdict",
+    [(1.01, 1.2, "faster"), (0.8, 0.99, "slower"), (0.99, 1.01, "no measurable difference")],
+)
+def test_verdict(low, high, verdict):
+    assert harness.Ratio(1.0, low, high, 0.96).verdict() == verdict
+
+
+def test_neighbours_change_sides():
+    assert [list(harness.order_of_block("abc", block)) for block in range(3)] == [
+        ["a", "b", "c"],
+        ["c", "b", "a"],
+        ["a", "b", "c"],
+    ]
+
+
+# --- timing and memory ----------------------------------------------------------------------------
+
+
+def test_times_are_milliseconds_of_each_call():
+    naps = iter([0.02, 0.001, 0.04])
+    times = harness.time_calls(lambda: time.sleep(next(naps)), 3, "cpu")
+    assert times[0] >= 20 and times[2] >= 40 and times[1] < times[0]
+
+
+def test_peak_counts_what_was_alive_at_the_same_time():
+    before = torch.ones(1 << 20)
+
+    def call():
+        a = torch.empty(1 << 20, dtype=torch.uint8)
+        b = torch.empty(1 << 21, dtype=torch.uint8)  # a and b: 3 MiB
+        del a, b
+        return torch.empty(1 << 21, dtype=torch.uint8)  # 2 MiB
+
+    peak = harness.cpu_tensor_peak_bytes(call)
+    assert 3 << 20 <= peak < (3 << 20) + 4096
+    del before
+
+
+def test_environment_names_commit_and_versions():
+    found = harness.environment("cpu", commit="abc123")
+    assert found["commit"] == "abc123"
+    assert found["torch"] == torch.__version__
+    assert found["cpu_threads"] == torch.get_num_threads()
+    assert found["gpu"] == "n/a"
+
+
+def test_commit_of_a_checkout_and_of_none(tmp_path):
+    def git(*words):
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+        done = subprocess.run(
+            ["git", *identity, *words], cwd=tmp_path, check=True, capture_output=True, text=True
+        )
+        return done.stdout.strip()
+
+    assert harness.git_commit(tmp_path).startswith("unknown")
+    git("init", "-q")
+    (tmp_path / "f").write_text("1")
+    git("add", "f")
+    git("commit", "-q", "-m", "one")
+    commit = git("rev-parse", "HEAD")
+    assert commit.startswith(harness.git_commit(tmp_path))
+    (tmp_path / "f").write_text("2")
+    assert harness.git_commit(tmp_path).endswith("-dirty")
+
+
+# --- models, masks, workers -----------------------------------------------------------------------
+
+
+def test_the_f_dropout_model_drops_both_branches():
+    torch.manual_seed(0)
+    model = Transformer(Config.preset("tiny"))
+    tokens = torch.randint(16, (2, 8))
+    everything = models.with_f_dropout(model, 1.0)(tokens)[0]
+    assert torch.equal(everything, model.head(model.norm(model.embedding(tokens))))
+    nothing = models.with_f_dropout(model, 0.0)(tokens)[0]
+    assert torch.equal(nothing, model(tokens)[0])
+
+
+def test_the_f_dropout_model_recomputes_with_the_same_masks():
+    """The strongest baseline must not be a wrong one: its gradients may not depend on recompute."""
+    gradients = []
+    for recompute in ("none", "full"):
+        torch.manual_seed(0)
+        model = models.with_f_dropout(Transformer(Config.preset("tiny", recompute=recompute)), 0.5)
+        tokens = torch.randint(16, (2, 8))
+        model(tokens, tokens)[1].backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert len(gradients[0]) == 21
+    for a, b in zip(*gradients, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_probe_reads_the_oracles_masks(dtype, recompute):
+    setting = replace(TINY, dtype=dtype, recompute=recompute)
+    found = probe.read_masks(VARIANTS["xtrain-eager"], setting)
+    assert found["forward"] == found["backward"] == found["expected"]
+    assert len(set(found["expected"])) == 2 * 2 * probe.NUM_STEPS
+
+
+def test_probe_tells_other_masks_apart():
+    eager = probe.read_masks(VARIANTS["eager"], TINY)
+    assert eager["forward"] == eager["backward"]
+    assert not set(eager["forward"]) & set(eager["expected"])
+    assert probe.read_masks(VARIANTS["eager"], TINY) == eager, "same seed, same masks"
+
+
+def test_a_worker_that_fails_dies_or_hangs_drops_out_alone():
+    with Team(TINY, ["eager", "eager-p0", "xtrain-eager"]) as team:
+        assert set(team.ask_all(["eager", "eager-p0"], "ready")) == {"eager", "eager-p0"}
+        assert team.ask("eager", "no_such_question") is None
+        assert "no_such_question: AttributeError" in team.errors["eager"]
+        team._workers["eager-p0"]._process.kill()
+        assert team.ask("eager-p0", "ready") is None
+        assert "ended (exit code -9)" in team.errors["eager-p0"]
+        worker = team._workers["xtrain-eager"]
+        worker.send("ready")
+        with pytest.raises(RuntimeError, match="no answer within 0 s"):
+            worker.receive("ready", timeout_s=0.001)
+        assert "xtrain-eager" not in team.errors
+
+
+# --- command lines --------------------------------------------------------------------------------
+
+
+def call(*words):
+    return subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("script", ["compare.py", "run_op.py"])
+def test_help_answers_without_torch(script):
+    done = call("-X", "importtime", f"bench/{script}", "--help")
+    assert done.returncode == 0 and "--markdown" in done.stdout
+    assert " torch\n" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--variants", "torch,magic"], "unknown variant 'magic'; known: eager, torch"),
+        (["--preset", "huge"], "invalid choice: 'huge'"),
+        (["--dropout", "1.5"], r"invalid probability in [0, 1) value: '1.5'"),
+        (["--batch", "0"], "invalid positive int value: '0'"),
+        (["--device", "tpu"], "--device must be cuda, cuda:N or cpu, got 'tpu'"),
+        (["--recompute", "9", "--preset", "tiny"], "recompute must be"),
+        (["--blokcs", "9"], "did you mean --blocks"),
+    ],
+)
+def test_a_wrong_flag_is_one_line_and_exit_code_2(flags, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        compare.main(flags)
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_an_op_without_a_benchmark_is_one_line_and_exit_code_2(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        run_op.main(["conv"])
+    assert stopped.value.code == 2
+    assert "invalid choice: 'conv'" in capsys.readouterr().err
+
+
+def test_the_command_to_reproduce_names_no_files():
+    words = ["--json", "a b.json", "--steps", "3", "--markdown=x.md", "--variants", "eager,torch"]
+    assert harness.command_line("bench/compare.py", words) == (
+        "python bench/compare.py --steps 3 --variants eager,torch"
+    )
+
+
+def test_compare_end_to_end(tmp_path):
+    flags = "--preset tiny --batch 2 --seq 16 --device cpu --blocks 2 --steps 2 --seed 3".split()
+    flags += ["--variants", "eager,xtrain-eager", "--json", str(tmp_path / "r.json")]
+    done = call("bench/compare.py", *flags, "--markdown", str(tmp_path / "r.md"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("xtrain eager, dropout"), "the table comes last"
+    found = json.loads((tmp_path / "r.json").read_text())["data"]["variants"]
+    assert set(found) == {"eager", "xtrain-eager"}
+    for row in found.values():
+        assert row["error"] is None and row["num_recompiles"] == 0
+        assert [len(block) for block in row["blocks_ms"]] == [2, 2]
+        assert len(row["losses"]) == 10 and all(2 < loss < 4 for loss in row["losses"])  # ln 16
+        # weights, two moments: 21,664 numbers each; the rest of a step comes on top
+        assert 3 * 4 * 21664 < row["peak_memory_gib"] * 2**30 < 3e6
+    masks = found["xtrain-eager"]["masks"]
+    assert masks["forward"] == masks["backward"] == masks["expected"]
+    text = (tmp_path / "r.md").read_text()
+    assert "--seed 3" in text and str(tmp_path) not in text
+
+
+def test_run_op_end_to_end(monkeypatch, tmp_path, capsys):
+    from bench.ops import bench_dropout
+
+    case = harness.Case("little", (64, 33), torch.float32)
+    monkeypatch.setattr(bench_dropout, "CASES", {"cpu": [case]})
+    wrong = {"wrong": lambda x, seed, offset: 2 * x}
+    eager = {name: bench_dropout.PROVIDERS[name] for name in ("F.dropout", "xtrain")}
+    monkeypatch.setattr(bench_dropout, "PROVIDERS", eager | wrong)
+    flags = "dropout --device cpu --blocks 2 --samples 1 --markdown".split()
+    assert run_op.main([*flags, str(tmp_path / "r.md")]) == 1, "one provider failed"
+    rows = capsys.readouterr().out.splitlines()[-9:]
+    assert sum("failed: differs from the reference" in row for row in rows) == 3
+    assert sum(" xtrain " in row for row in rows) == 3
+    assert "differs from the reference" in (tmp_path / "r.md").read_text()

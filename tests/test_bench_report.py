@@ -1,0 +1,154 @@
+"""The report of bench/compare.py, from made-up outcomes whose figures are known."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # bench/ is no installed package
+
+from bench import harness  # noqa: E402
+from bench.compare import Outcome, Plan  # noqa: E402
+from bench.compare_report import HEADERS, Results, build_report  # noqa: E402
+from bench.variants import DEFAULT_VARIANTS, Setting  # noqa: E402
+
+TINY = Setting(
+    preset="tiny",
+    batch=2,
+    seq=16,
+    vocab=16,
+    dropout=0.1,
+    recompute="none",
+    device="cpu",
+    dtype="fp32",
+)
+
+
+def outcome(step_ms, *, loss_shift=0.0, masks=None, error=None, blocks=7):
+    return Outcome(
+        blocks=[[step_ms, step_ms, step_ms]] * blocks,
+        first={"losses": [2.0 + loss_shift, 1.0], "first_step_s": 10.0, "passes_ms": 200.0},
+        final={"peak_memory_gib": 1.5, "num_recompiles": 0, "num_graphs": 1},
+        masks=masks or {},
+        error=error,
+    )
+
+
+def masks(*names, expected=("o1", "o2")):
+    return {"forward": list(names), "backward": list(names), "expected": list(expected)}
+
+
+def sample_outcomes(**changes):
+    found = {
+        "eager": outcome(200.0, masks=masks("e1", "e2")),
+        "torch": outcome(100.0, loss_shift=0.5, masks=masks("e1", "t2")),
+        "torch-p0": outcome(80.0),
+        "xtrain": outcome(50.0, loss_shift=1e-6, masks=masks("o1", "o2")),
+        "xtrain-p0": outcome(49.0),
+        "xtrain-eager": outcome(160.0, masks=masks("o1", "o2")),
+    }
+    return found | changes
+
+
+def sample_report(outcomes=None, setting=TINY):
+    plan = Plan(DEFAULT_VARIANTS, num_blocks=7, num_steps=3, num_warm_up=1)
+    environment = {"cpu": "Some CPU", "cpu_threads": 2, "commit": "abc", "gpu": "n/a"}
+    command = "python bench/compare.py"
+    return build_report(setting, plan, environment, outcomes or sample_outcomes(), command)
+
+
+def cells(report, label):
+    row = next(row for row in report.rows if row[0] == label)
+    return dict(zip(HEADERS, row, strict=True))
+
+
+def test_a_row_holds_what_was_measured():
+    row = cells(sample_report(), "xtrain.compile, dropout")
+    assert row["Step time p50 [p20, p80] (ms)"] == "50 [50, 50]"
+    assert row["Tokens/s"] == "640"  # 2 * 16 tokens in 50 ms
+    assert row["Peak memory (GiB)"] == "1.5"
+    assert row["First step (s)"] == "10.0"
+    assert row["Recompiles"] == "0"
+    assert row["vs eager"] == "4.000 [4.000, 4.000]"
+    assert row["vs torch.compile"] == "2.000 [2.000, 2.000]"
+    assert row["Max loss difference"] == "1.0e-06"
+    assert row["Masks"] == "2 of 2 equal the oracle's"
+
+
+def test_f_dropout_is_held_to_eager_and_said_to_draw_other_masks():
+    row = cells(sample_report(), "torch.compile + F.dropout")
+    assert row["Max loss difference"] == "5.0e-01 (other masks)"
+    assert row["Masks"] == "1 of 2 equal eager's"
+
+
+def test_a_mask_counts_only_if_the_backward_has_it_too():
+    found = masks("o1", "o2") | {"backward": ["o1", "other"]}
+    outcomes = sample_outcomes(xtrain=outcome(50.0, masks=found))
+    assert Results(TINY, outcomes).equal_masks("xtrain") == (1, 2)
+
+
+@pytest.mark.parametrize(
+    "step_ms, words",
+    [
+        (50.0, "2.000 [2.000, 2.000] x (faster) the speed of torch.compile with F.dropout"),
+        (125.0, "0.800 [0.800, 0.800] x (slower) the speed of torch.compile with F.dropout"),
+    ],
+)
+def test_the_result_says_wins_and_losses(step_ms, words):
+    (sentence,) = sample_report(sample_outcomes(xtrain=outcome(step_ms))).result
+    assert words in sentence
+    cost = 100 * (step_ms / 49 - 1)
+    assert f"its dropout took {cost:.1f}%" in sentence
+    assert "where F.dropout took 25.0%" in sentence
+
+
+def test_a_failed_variant_keeps_its_row_and_says_why():
+    failed = Outcome(error="first_steps: RuntimeError: out of memory")
+    report = sample_report(sample_outcomes(torch=failed))
+    row = cells(report, "torch.compile + F.dropout")
+    assert row["Step time p50 [p20, p80] (ms)"] == f"failed: {failed.error}"
+    assert row["Tokens/s"] == row["vs eager"] == "n/a"
+    assert cells(report, "xtrain.compile, dropout")["vs torch.compile"] == "n/a"
+    assert "Failed: torch.compile + F.dropout" in report.result[-1]
+    assert any(failed.error in line for line in report.limits)
+
+
+def test_claims_are_checked_at_the_claimed_shape_alone():
+    small = replace(TINY, preset="small")
+    verdicts = {claim: (m, v) for claim, _, m, v in sample_report(setting=small).checks}
+    speed = "speed of xtrain.compile, dropout / torch.compile + F.dropout"
+    assert verdicts[speed] == ("2.000 [2.000, 2.000]", "met")
+    share = "graph passes' share of the first step"
+    assert verdicts[share] == ("2.0%", "met")
+    slow = sample_outcomes(xtrain=outcome(103.0))
+    missed = {claim: v for claim, _, _, v in sample_report(slow, setting=small).checks}
+    assert missed[speed] == "missed"  # 100 / 103 < 0.98
+    cost = "time of xtrain.compile, dropout over xtrain.compile, no dropout"
+    assert missed[cost] == "missed"
+    assert [claim for claim, *_ in sample_report().checks if "speed" in claim] == []
+
+
+def test_markdown_and_json(tmp_path):
+    report = sample_report()
+    report.write(tmp_path / "new" / "r.json", tmp_path / "new" / "r.md")
+    text = (tmp_path / "new" / "r.md").read_text()
+    parts = ["Question", "Result", "Setup", "Method", "Table", "Reproduce", "Limits"]
+    positions = [text.index(f"**{part}.**") for part in parts]
+    assert positions == sorted(positions)
+    assert text.count("\n| ") >= 1 + len(DEFAULT_VARIANTS)
+    assert "gpu n/a" not in text
+    data = json.loads((tmp_path / "new" / "r.json").read_text())["data"]
+    assert data["variants"]["xtrain"]["blocks_ms"] == [[50.0] * 3] * 7
+    assert data["variants"]["xtrain"]["step_time_ms"]["p50"] == 50.0
+
+
+def test_json_holds_no_nan():
+    assert harness.plain({"a": math.nan, "b": [1, 2.0, None, True, Path("x")]}) == {
+        "a": None,
+        "b": [1, 2.0, None, True, "x"],
+    }
