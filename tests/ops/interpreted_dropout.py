@@ -9,11 +9,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 import triton.runtime.interpreter as interpreter
 from mask_oracle import keep_mask
 
 from xtrain.ops.dropout import dropout_reference, scale_of, threshold_of
-from xtrain.ops.triton.dropout import dropout_bwd, dropout_fwd
+from xtrain.ops.triton.dropout import _dropout_fwd_kernel, dropout_bwd, dropout_fwd
 
 SEED = -7046029254386353131
 
@@ -56,6 +58,25 @@ def test_mask_equals_oracle(shape, p):
     for offset in (2**31 - 3,) if len(shape) == 2 else (0, 2**31 - 3, 2**32 + 1, -9):
         mask = launch(dropout_fwd, torch.ones(shape), p, SEED, offset) != 0
         assert (mask.numpy() == keep_mask(shape, p, SEED, offset)).all()
+
+
+@pytest.mark.parametrize("block,num_blocks", [(64, 1), (256, 3), (1024, 4)])
+def test_mask_does_not_depend_on_the_tiling(block, num_blocks):
+    n = 3001
+    out = torch.empty(n)
+    _dropout_fwd_kernel[(triton.cdiv(n, block * num_blocks),)](
+        torch.ones(n),
+        out,
+        torch.tensor(SEED),
+        torch.tensor(7),
+        n,
+        THRESHOLD=threshold_of(0.3),
+        SCALE=scale_of(0.3),
+        COMPUTE_DTYPE=tl.float32,
+        BLOCK=block,
+        NUM_BLOCKS=num_blocks,
+    )
+    assert ((out != 0).numpy() == keep_mask(n, 0.3, SEED, 7)).all()
 
 
 def test_seed_is_read_by_value_not_by_address():

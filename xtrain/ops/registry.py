@@ -56,7 +56,7 @@ def define_op(
     name = schema[: schema.index("(")]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, cpu or decomposition, "CPU")
-    LIBRARY.impl(name, cuda or decomposition, "CUDA")
+    LIBRARY.impl(name, _on_its_device(cuda) if cuda else decomposition, "CUDA")
 
     def fake_and_lower(*args: Any, **kwargs: Any) -> Any:
         torch_compat.flush_lowerings()
@@ -66,6 +66,16 @@ def define_op(
     overload = getattr(torch.ops.xtrain, name).default
     torch_compat.lower_by_decomposition(overload, decomposition)
     return overload
+
+
+def _on_its_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Launch on the GPU of the first argument: Triton launches on the current one."""
+
+    def on_device(*args: Any) -> Any:
+        with torch.cuda.device_of(args[0]):
+            return kernel(*args)
+
+    return on_device
 
 
 def define_autograd(

@@ -1,0 +1,90 @@
+"""The contract with torch's attention kernels, per torch version: shapes, lse, gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tolerances import assert_close
+
+from xtrain.ops import attention_kernels
+from xtrain.ops.sdpa import sdpa_reference
+
+GPU_KERNELS = ("flash", "cudnn", "efficient")
+
+
+def explicit(q, k, v, bias, scale):
+    groups = q.shape[1] // k.shape[1]
+    keys = k.repeat_interleave(groups, dim=1)
+    scores = q @ keys.transpose(-1, -2) * scale + bias
+    return torch.softmax(scores, -1) @ v.repeat_interleave(groups, dim=1), scores.logsumexp(-1)
+
+
+def bias_of(kind: str, T: int) -> torch.Tensor:
+    rows = torch.zeros(T, T, dtype=torch.float64)
+    if kind == "none":
+        return rows
+    sees = torch.ones(T, T, dtype=torch.bool).tril() if kind == "causal" else torch.rand(T, T) > 0.4
+    return rows.masked_fill(~sees, -torch.inf).index_fill(1, torch.tensor([0]), 0.0)
+
+
+@pytest.mark.parametrize("kind", ["none", "causal", "mask"])
+def test_cpu_flash(kind):
+    """Grouped heads, any head dim, top-left causal, a mask by broadcasting, lse as a logarithm."""
+    q, k, v = (torch.randn(2, n, 9, 5, dtype=torch.float64) for n in (4, 2, 2))
+    bias = bias_of(kind, 9)
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    expected, lse = explicit(*leaves, bias, 0.3)
+    passed = bias[None, None] if kind == "mask" else None
+    out, got_lse = attention_kernels.forward("cpu_flash", q, k, v, passed, kind == "causal", 0.3)
+    assert_close(out, expected.detach())
+    assert_close(got_lse, lse.detach())
+    dy = torch.randn_like(out)
+    grads = attention_kernels.backward(
+        "cpu_flash", dy, q, k, v, passed, out, got_lse, kind == "causal", 0.3
+    )
+    for grad, want in zip(grads, torch.autograd.grad(expected, leaves, dy), strict=True):
+        assert_close(grad, want)
+
+
+@pytest.mark.parametrize("head_dim", [64, 40])
+@pytest.mark.parametrize("kernel", GPU_KERNELS)
+def test_gpu_kernels_take_our_arguments(kernel, head_dim):
+    """On meta tensors, so without a GPU: what a compile sees of the kernels' shapes."""
+    q, k = (torch.empty(2, n, 33, head_dim, dtype=torch.bfloat16, device="meta") for n in (4, 2))
+    bias = torch.empty(2, 1, 33, 33, device="meta") if kernel == "efficient" else None
+    out, lse = attention_kernels.forward(kernel, q, k, k, bias, bias is None, 0.1)
+    assert (out.shape, out.dtype) == (q.shape, q.dtype)
+    assert (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
+    grads = attention_kernels.backward(kernel, out, q, k, k, bias, out, lse, bias is None, 0.1)
+    assert [g.shape for g in grads] == [q.shape, k.shape, k.shape]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 40, 128])
+@pytest.mark.parametrize("kernel", GPU_KERNELS)
+def test_gpu_kernels(kernel, head_dim):
+    """Values, and any kernel's backward from any kernel's lse: all mean the same logarithm."""
+    shapes = ((2, 4, 65, head_dim), (2, 2, 65, head_dim), (2, 2, 65, head_dim))
+    q, k, v = (torch.randn(s, device="cuda").bfloat16() for s in shapes)
+    leaves = [t.double().requires_grad_() for t in (q, k, v)]
+    expected = sdpa_reference(*leaves, causal=True, scale=0.1)
+    dy = torch.randn_like(q)
+    wants = torch.autograd.grad(expected, leaves, dy.double())
+    out, lse = attention_kernels.forward(kernel, q, k, v, None, True, 0.1)
+    torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=2e-2)
+    for other in GPU_KERNELS:
+        grads = attention_kernels.backward(other, dy, q, k, v, None, out, lse, True, 0.1)
+        for grad, want in zip(grads, wants, strict=True):
+            # gradients sum 65 products of values rounded to bf16
+            torch.testing.assert_close(grad.double(), want, rtol=4e-2, atol=4e-2)
+
+
+@pytest.mark.gpu
+def test_gpu_choice():
+    q, k = (torch.randn(2, n, 64, 64, device="cuda") for n in (4, 2))
+    half, half_k = q.bfloat16(), k.bfloat16()
+    bias = torch.zeros(64, 64, device="cuda")
+    choose = attention_kernels.choose
+    assert choose(half, half_k, half_k, None, True, 0.1) in ("flash", "cudnn")
+    assert choose(half, half_k, half_k, bias, False, 0.1) == "efficient"
+    assert choose(q, k, k, None, True, 0.1) == "efficient"  # fp32, grouped heads repeated
