@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+import xtrain
 from xtrain import checkpoint
 from xtrain.checkpoint import CheckpointError
 from xtrain.model import Config, Transformer
@@ -258,8 +259,15 @@ def wrap_blocks(model):
     return model
 
 
+def ddp(model):
+    return nn.parallel.DistributedDataParallel(model)
+
+
 WRAPS = {
     "eager": lambda model: model,
+    "xtrain": lambda model: xtrain.compile(model, backend="eager"),
+    "DDP of xtrain": lambda model: ddp(xtrain.compile(model, backend="eager")),
+    "compiled DDP": lambda model: torch.compile(ddp(model), backend="eager"),
     "compiled": lambda model: torch.compile(model, backend="eager"),
     "compiled blocks": compile_blocks,
     "checkpoint wrapper": wrap_blocks,
@@ -267,9 +275,17 @@ WRAPS = {
 }
 
 
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    store = torch.distributed.FileStore(str(tmp_path_factory.mktemp("store") / "file"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
 @pytest.mark.parametrize("save_as", WRAPS)
 @pytest.mark.parametrize("load_as", WRAPS)
-def test_one_set_of_names_for_all_modes(tmp_path, save_as, load_as):
+def test_one_set_of_names_for_all_modes(tmp_path, save_as, load_as, one_process):
     """Row C47: save from each, load into each, the same keys."""
     plain = tiny().state_dict()
     tensors, aliases = model_tensors(WRAPS[save_as](tiny()))

@@ -7,15 +7,8 @@ from dataclasses import FrozenInstanceError, fields
 
 import pytest
 
-from xtrain.config import (
-    PRESET_DEFAULTS,
-    PRESETS,
-    SECTIONS,
-    ConfigError,
-    RunConfig,
-    parse_assignment,
-    resolve,
-)
+from xtrain.config import PRESETS, SECTIONS, ConfigError, RunConfig, parse_assignment
+from xtrain.resolve import PRESET_DEFAULTS, resolve
 
 
 def test_every_field_has_a_default_and_a_meaning():
@@ -162,6 +155,10 @@ def test_presets_and_devices_decide_what_is_left_open():
         False,
     )
     assert resolve(RunConfig(), device="cuda:0", bf16=False).run.dtype == "fp32"
+    assert (on_cpu.checkpoint.interval, on_gpu.checkpoint.interval) == (100, 1000)
+    never = RunConfig().override({"train.eval_interval": 0, "checkpoint.interval": 0})
+    never = resolve(never, device="cpu", bf16=False)
+    assert (never.train.eval_interval, never.checkpoint.interval) == (0, 0)
     assert resolve(on_gpu, device="cuda:0", bf16=True) == on_gpu  # a saved run decides no more
     chosen = RunConfig().override({"train.steps": 50, "optim.warmup_steps": 0, "run.dtype": "bf16"})
     kept = resolve(chosen, device="cpu", bf16=False)

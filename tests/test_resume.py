@@ -7,11 +7,10 @@ import signal
 import subprocess
 import sys
 import time
-import warnings
 
 import pytest
 import torch
-from training import Runner
+from training import running
 
 from xtrain import checkpoint, session
 from xtrain.compiler import CompiledModel
@@ -22,13 +21,9 @@ FLAGS = ("--dropout=0.3", "--set=train.micro_batch_size=2", "--set=optim.schedul
 
 
 @pytest.fixture
-def runner(tmp_path, monkeypatch):
-    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # the command replaces it
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield Runner(tmp_path)
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(False)
+def runner(tmp_path):
+    with running(tmp_path) as runner:
+        yield runner
 
 
 @pytest.fixture

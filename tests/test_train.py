@@ -10,24 +10,21 @@ import sys
 import time
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from training import Runner
+from training import running
 
 from xtrain import checkpoint, session, train
 from xtrain.config import RunConfig
-from xtrain.data import load_tokenizer
+from xtrain.data import Batches, load_tokenizer
 
 
 @pytest.fixture
-def runner(tmp_path, monkeypatch):
-    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # the command replaces it
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # nothing here is large enough to share
-    yield Runner(tmp_path)
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(False)
+def runner(tmp_path):
+    with running(tmp_path) as runner:
+        yield runner
 
 
 # --- the command line ---------------------------------------------------------------------------
@@ -250,6 +247,55 @@ def test_thirty_compiled_steps_compile_once(runner, monkeypatch, caplog):
     assert (eager.step, compiled.step) == (31, 30)
     for group, tensors in compiled.tensors.items():
         assert eager.tensors[group].keys() == tensors.keys()
+
+
+def test_records_one_step_late_are_the_same_records(runner, monkeypatch):
+    """As on a GPU, where a step's numbers are read while the next one runs."""
+    flags = ("--steps=12", "--set=train.eval_interval=5", "--set=checkpoint.interval=4")
+    assert runner("--name=at-once", *flags) == 0
+    looked_at = []
+
+    class Late(session.Trainer):
+        def __init__(self, parts):
+            super().__init__(parts)
+            self.lag = True
+
+        def _finish(self, recorder):
+            looked_at.append((self.pending[0].step, recorder.num_records))
+            return super()._finish(recorder)
+
+        def _step(self, batch, *rest):
+            looked_at.append(f"step {batch.step}")
+            super()._step(batch, *rest)
+
+    monkeypatch.setattr(session, "Trainer", Late)
+    assert runner("--name=late", *flags) == 0
+    assert looked_at[:6] == ["step 0", (0, 0), "step 1", "step 2", (1, 1), "step 3"]
+    for at_once, late in zip(runner.records("at-once"), runner.records("late"), strict=True):
+        for key in ("step", "loss", "learning_rate", "grad_norm", "tokens", "compile"):
+            assert at_once[key] == late[key]
+        assert at_once.get("val_loss") == late.get("val_loss")
+    assert read_newest(runner, "late").state["data"] == read_newest(runner, "at-once").state["data"]
+
+
+def test_a_step_without_targets_is_skipped_and_said(runner, monkeypatch, capsys):
+    """Row C24: the whole step has no target that counts; the next ones go on."""
+    original = Batches.batch
+
+    def batch(self, step):
+        inputs, targets = original(self, step)
+        return inputs, np.full_like(targets, -100) if step in (0, 2) else targets
+
+    monkeypatch.setattr(Batches, "batch", batch)
+    assert runner("--name=skips", "--steps=4", "--dropout=0.1") == 0
+    out = capsys.readouterr().out
+    assert "warning: step 2 skipped: none of its targets counts" in out
+    assert "blocks.0.attention" in out  # the report of the first step that ran
+    records = runner.records("skips")
+    assert [record["loss"] is None for record in records] == [True, False, True, False]
+    assert [record["tokens"] for record in records] == [0, 64, 64, 128]
+    moments = read_newest(runner, "skips").tensors["optimizer"]
+    assert moments["norm.weight/step"] == 2  # two updates
 
 
 # --- what goes wrong on the way -----------------------------------------------------------------

@@ -184,6 +184,28 @@ def test_what_is_not_finite_never_reaches_the_weights(broken):
     assert "learning rate 0.25" in str(error.value) and "gradient norm inf" in str(error.value)
 
 
+def test_a_deferred_failure_freezes_the_weights_until_it_is_seen():
+    """How a GPU runs: the update is queued before the loss is known; the flag is sticky."""
+
+    class Breaks(TokenLosses):
+        def forward(self, tokens, targets, *, return_logits):
+            return None, self.weight.sum() * tokens.float().mean().log().reciprocal()  # 1: infinite
+
+    model = Breaks()
+    optimizer = build_adamw(model, OptimSection(learning_rate=0.1), compiled=False)
+    update = Updater(model, optimizer, schedule=schedule(), deferred=True, grad_clip=1.0)
+    fine = update.step(batch_of([[2]], 1, step=0))
+    assert math.isfinite(fine.values()[0])
+    before = model.weight.item(), optimizer.state[model.weight]["exp_avg"].item()
+    assert before[0] != 1.0
+    broken = update.step(batch_of([[1]], 1, step=1))
+    later = update.step(batch_of([[2]], 1, step=2))  # queued before anybody looked
+    assert (model.weight.item(), optimizer.state[model.weight]["exp_avg"].item()) == before
+    with pytest.raises(TrainingError, match="step 1: the loss is not finite"):
+        broken.values()
+    assert math.isfinite(later.values()[0])
+
+
 def test_bf16_autocast_keeps_master_weights_in_fp32():
     rng = np.random.default_rng(0)
     batch = cut_batch(0, *rng.integers(0, 16, (2, 4, 8)), micro_batch_size=2)

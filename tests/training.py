@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from xtrain import train
 
@@ -59,3 +64,26 @@ class Runner:
 
     def losses(self, name: str) -> list[float]:
         return [record["loss"] for record in self.records(name)]
+
+
+@contextmanager
+def running(folder: Path) -> Iterator[Runner]:
+    """Give a Runner, and put back what the command changes in its process.
+
+    One thread: no operation here is large enough to share, and tests run side by side.
+    """
+    threads, show, handlers = torch.get_num_threads(), warnings.showwarning, _logger().handlers
+    torch.set_num_threads(1)
+    try:
+        yield Runner(folder)
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True
+        warnings.showwarning = show
+        _logger().handlers = handlers
+        _logger().propagate = True
+
+
+def _logger() -> logging.Logger:
+    return logging.getLogger("xtrain")

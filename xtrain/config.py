@@ -95,8 +95,11 @@ class TrainSection(Section):
         at_least=1,
     )
     seed: int = option(0, "of the initial weights, the order of data, dropout and text samples")
-    eval_interval: int = option(
-        50, "between validations, the last step always; 0: never", unit="steps", at_least=0
+    eval_interval: int | None = option(
+        None,
+        "between validations, the last step always; 0: never; none: by the preset",
+        unit="steps",
+        at_least=0,
     )
     eval_batches: int = option(8, "micro-batches of one validation", unit="batches", at_least=1)
     log_interval: int = option(
@@ -143,8 +146,11 @@ class CheckpointSection(Section):
     """When a checkpoint is written and how many are kept."""
 
     section_name = "checkpoint"
-    interval: int = option(
-        100, "between checkpoints, the last step always; 0: only the last", unit="steps", at_least=0
+    interval: int | None = option(
+        None,
+        "between checkpoints, the last step always; 0: only the last; none: by the preset",
+        unit="steps",
+        at_least=0,
     )
     keep_last: int = option(2, "how many are kept", at_least=1)
 
@@ -257,70 +263,6 @@ SECTIONS: dict[str, Any] = {
     "checkpoint": CheckpointSection,
     "run": RunSection,
 }
-
-# What a preset trains on when nothing else is said. CPU sizes end within minutes on two cores; a
-# step of the larger ones fits one GPU of 80 GB or more (less memory: train.micro_batch_size).
-PRESET_DEFAULTS: dict[str, dict[str, Any]] = {
-    "tiny": dict(seq_len=64, batch_size=8, steps=200, learning_rate=1e-2),
-    "small": dict(seq_len=256, batch_size=8, steps=200, learning_rate=2e-3),
-    "124m": dict(seq_len=1024, batch_size=32, steps=2000, learning_rate=1e-3),
-    "350m": dict(seq_len=1024, batch_size=32, steps=2000, learning_rate=6e-4),
-    "1b": dict(seq_len=2048, batch_size=16, micro_batch_size=8, steps=2000, learning_rate=4e-4),
-    "8b": dict(seq_len=2048, batch_size=8, micro_batch_size=1, steps=2000, learning_rate=2e-4),
-}
-
-
-def resolve(config: RunConfig, *, device: str, bf16: bool, world_size: int = 1) -> RunConfig:
-    """Return config with everything chosen that the device and the preset decide.
-
-    Args:     device: where the run goes, "cpu" or "cuda:0", in place of run.device.
-              bf16: whether that device computes in bf16 at full speed.
-              world_size: ranks that share train.batch_size.
-    Raises:   ConfigError where the chosen values contradict each other.
-    """
-    cuda = device.startswith("cuda")
-    train, model = config.train, config.model
-    preset = model.preset if model.preset != "auto" else "124m" if cuda else "small"
-    defaults = PRESET_DEFAULTS[preset]
-    batch_size = train.batch_size or _multiple(defaults["batch_size"], train.micro_batch_size or 1)
-    micro = train.micro_batch_size or _largest_divisor(
-        batch_size // world_size, defaults.get("micro_batch_size", batch_size)
-    )
-    if batch_size % (micro * world_size):
-        raise ConfigError(
-            f"train.batch_size must be a multiple of train.micro_batch_size x ranks = {micro} x "
-            f"{world_size}, got {batch_size}"
-        )
-    steps = train.steps or defaults["steps"]
-    warmup, learning_rate = config.optim.warmup_steps, config.optim.learning_rate
-    seq_len = train.seq_len or min(defaults["seq_len"], model.max_seq_len or defaults["seq_len"])
-    dtype, deterministic = config.run.dtype, config.run.deterministic
-    if warmup is None:
-        warmup = min((config.optim.schedule_steps or steps) // 10, 1000)
-    if dtype == "auto":
-        dtype = "bf16" if cuda and bf16 else "fp32"
-    return config.override(
-        {
-            "model.preset": preset,
-            "train.seq_len": seq_len,
-            "train.batch_size": batch_size,
-            "train.micro_batch_size": micro,
-            "train.steps": steps,
-            "optim.learning_rate": learning_rate or defaults["learning_rate"],
-            "optim.warmup_steps": warmup,
-            "run.device": device,
-            "run.dtype": dtype,
-            "run.deterministic": not cuda if deterministic is None else deterministic,
-        }
-    )
-
-
-def _multiple(size: int, of: int) -> int:
-    return max(size // of, 1) * of
-
-
-def _largest_divisor(number: int, at_most: int) -> int:
-    return next(d for d in range(max(min(number, at_most), 1), 0, -1) if number % d == 0)
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:

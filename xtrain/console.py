@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Mapping
 from types import FrameType, TracebackType
@@ -68,18 +69,21 @@ class Progress:
             bar_format="{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} "
             "[{elapsed}<{remaining}{postfix}]",
         )
+        self.bar.set_postfix_str("first step, which compiles")
 
     def update(self, record: Mapping[str, Any]) -> None:
         """Show one finished step."""
         loss = "skipped" if record["loss"] is None else f"loss {record['loss']:.4f}"
         rate = f"{_short(record['tokens_per_s'])} tokens/s"
         if not self.bar.disable:
-            if not self.started:  # the first step, which compiled, says nothing about the others
-                self.bar.start_t = self.bar._time()
-                self.bar.initial = record["step"] + 1
-                self.started = True
             self.bar.set_postfix_str(f"{loss}, {rate}", refresh=False)
-            self.bar.update()
+            if self.started:
+                self.bar.update()
+            else:  # the first step, which compiled, says nothing about the time of the others
+                bar, self.started = self.bar, True
+                bar.n = bar.initial = bar.last_print_n = record["step"] + 1
+                bar.start_t = bar.last_print_t = time.time()
+                bar.refresh()
             return
         step = record["step"] + 1
         if step % self.log_interval == 0 or step == self.steps or not self.started:

@@ -45,9 +45,11 @@ def plot_losses(records: Iterable[Mapping[str, Any]], path: Path, title: str) ->
             f"{loss:.3f}",
             (step, loss),
             textcoords="offset points",
-            xytext=(0, 9),
-            ha="right",
+            xytext=(0, -9),
+            ha="center",
+            va="top",
             color=ORANGE,
+            bbox=dict(facecolor="white", edgecolor="none", alpha=0.8, pad=1),
         )
     axes.set_title(title, fontsize=11)
     axes.set_xlabel("optimiser step")

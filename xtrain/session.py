@@ -8,10 +8,11 @@ import time
 from pathlib import Path
 
 from xtrain import build, run_folder
-from xtrain.config import RunConfig, resolve
+from xtrain.config import RunConfig
 from xtrain.generate import generate
 from xtrain.metrics import format_mfu
 from xtrain.plot import plot_losses
+from xtrain.resolve import resolve
 from xtrain.resume import ResumePoint
 from xtrain.run_folder import RunFolder
 from xtrain.trainer import Parts, Trainer

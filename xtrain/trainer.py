@@ -209,5 +209,5 @@ class Trainer:
         return f"{self.device} is out of memory; {advice}"
 
 
-def _due(done: int, interval: int, last: bool = False) -> bool:
-    return interval > 0 and (last or done % interval == 0)
+def _due(done: int, interval: int | None, last: bool = False) -> bool:
+    return interval is not None and interval > 0 and (last or done % interval == 0)

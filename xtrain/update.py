@@ -66,6 +66,7 @@ class Updater:
         grad_clip: float = 0.0,
         autocast: Callable[[], AbstractContextManager] | None = None,
         world_size: int = 1,
+        deferred: bool | None = None,
     ):
         """Prepare.
 
@@ -75,6 +76,7 @@ class Updater:
         grad_clip:  largest norm of all gradients together; 0: none.
         autocast:   makes the context of each forward.
         world_size: ranks whose gradients are averaged during the last backward.
+        deferred:   queue the update without having seen the loss; None: on a GPU.
         """
         self.model = model
         self.optimizer = optimizer
@@ -85,18 +87,20 @@ class Updater:
         self.world_size = world_size
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.device = self.parameters[0].device
-        # On a GPU the host must not wait for the loss before it queues the update. The decision to
-        # update is made on the device then, and the error raised when the loss arrives.
+        # A host that waits for the loss before it queues the update leaves a GPU idle. Deferred,
+        # the device itself decides whether to update; the error is raised when the loss arrives.
+        if deferred is None:
+            deferred = self.device.type == "cuda"
         self.failed = None
-        if self.device.type == "cuda" and skip_updates_where(optimizer, None):
+        if deferred and skip_updates_where(optimizer, None):
             self.failed = torch.zeros((), device=self.device)
             skip_updates_where(optimizer, self.failed)
 
     def step(self, batch: StepBatch) -> StepResult | None:
         """Perform one step; None, and nothing done, if no target in it counts.
 
-        Raises: TrainingError before the update if loss or gradient norm is not finite, at once on
-                CPU and from StepResult.values on a GPU.
+        Raises: TrainingError if loss or gradient norm is not finite, the weights untouched: here,
+                or when deferred from StepResult.values.
         """
         if batch.num_targets == 0:
             return None
