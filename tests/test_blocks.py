@@ -206,7 +206,15 @@ def test_layers_are_ordinals_and_others_lie_behind():
 
 def test_a_shared_block_counts_once():
     shared = Layer()
-    assert Blocks(Model(layers=nn.ModuleList([shared, shared, Layer()]))).paths == [
-        "layers.0",
-        "layers.2",
-    ]
+    blocks = Blocks(Model(layers=nn.ModuleList([shared, shared, Layer()])))
+    assert blocks.paths == ["layers.0", "layers.2"]
+    assert blocks.block_of("layers.1.attn.up.weight") == "layers.0"
+    assert [blocks.layer(f"layers.{i}") for i in range(3)] == [0, 0, 1]
+
+
+def test_a_part_shared_by_two_blocks_belongs_to_each():
+    one, two = Layer(), Layer()
+    two.mlp = one.mlp
+    blocks = Blocks(Model(layers=nn.ModuleList([one, two])))
+    assert blocks.block_of("layers.1.mlp.up.weight") == "layers.1"
+    assert blocks.block_of("layers.0.mlp.up.weight") == "layers.0"

@@ -27,6 +27,11 @@ class Blocks:
     def __init__(self, model: nn.Module):
         self.paths = list(_blocks(model, "")) or list(_equal_siblings(model))
         self._ordinals = {path: i for i, path in enumerate(self.paths)}
+        # A module that stands in several places (layers that share weights) counts as its first.
+        first = {module: path for path, module in model.named_modules()}
+        self._first_path = {
+            path: first[module] for path, module in model.named_modules(remove_duplicate=False)
+        }
         # Sites outside any block are numbered behind the blocks, by their module's place.
         self._others = {
             path: len(self.paths) + i for i, (path, _) in enumerate(model.named_modules())
@@ -38,12 +43,14 @@ class Blocks:
         parts = path.split(".")
         for end in range(len(parts), 0, -1):
             candidate = ".".join(parts[:end])
+            candidate = self._first_path.get(candidate, candidate)
             if candidate in self._ordinals:
                 return candidate
         return None
 
     def layer(self, path: str) -> int:
         """Return the ordinal of a block, or of a module outside any. KeyError if there is none."""
+        path = self._first_path[path]
         return self._ordinals[path] if path in self._ordinals else self._others[path]
 
 

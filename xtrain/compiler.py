@@ -341,6 +341,11 @@ def _check_model(model: nn.Module) -> None:
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
     if isinstance(model, CompiledModel):
         raise TypeError("model is compiled already; pass compiled.inner to compile it anew")
+    for name, child in (pair for m in model.modules() for pair in m.named_children()):
+        if isinstance(child, CompiledModel):
+            raise TypeError(
+                f"a part of the model, {name!r}, is compiled already; compile the whole or the part"
+            )
     if hasattr(model, "_orig_mod") and type(model).__name__ == "OptimizedModule":
         raise TypeError("model comes from torch.compile; pass the model itself (model._orig_mod)")
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
