@@ -106,6 +106,13 @@ def test_name_depends_on_source_and_flags(monkeypatch, tmp_path):
     assert len({first, second, build._fingerprint(source, compiler)}) == 3
 
 
+def test_compiler_command_may_hold_arguments(monkeypatch):
+    (compiler,) = build.find_compiler()
+    monkeypatch.setenv("CXX", f"env LC_ALL=C {compiler}")
+    assert build.find_compiler()[1:] == ["LC_ALL=C", compiler]
+    assert len(build._fingerprint(Path(build.__file__), build.find_compiler())) == 16
+
+
 def test_foreign_cache_folder_is_not_trusted(monkeypatch, tmp_path):
     (tmp_path / "xtrain").mkdir()
     (tmp_path / "xtrain").chmod(0o777)

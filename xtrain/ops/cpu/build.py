@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -39,13 +40,14 @@ def load_library(source: Path) -> ctypes.CDLL:
         raise RuntimeError(f"cannot load {library}: {error}") from error
 
 
-def find_compiler() -> str:
-    """Return the path of a C++ compiler: $CXX if set, else the first of c++, g++, clang++."""
+def find_compiler() -> list[str]:
+    """Return the command of a C++ compiler: $CXX if set, else the first of c++, g++, clang++."""
     names = (os.environ["CXX"],) if os.environ.get("CXX") else ("c++", "g++", "clang++")
     for name in names:
-        path = shutil.which(name)
+        program, *arguments = shlex.split(name)  # CXX may say "ccache g++"
+        path = shutil.which(program)
         if path is not None:
-            return path
+            return [path, *arguments]
     raise RuntimeError(f"no C++ compiler found (looked for {', '.join(names)})")
 
 
@@ -74,11 +76,11 @@ def _is_own(folder: Path) -> bool:
     )
 
 
-def _fingerprint(source: Path, compiler: str) -> str:
+def _fingerprint(source: Path, compiler: list[str]) -> str:
     version = subprocess.run(
-        [compiler, "--version"], capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S
+        [*compiler, "--version"], capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S
     ).stdout
-    parts = (source.read_text(), compiler, version, *FLAGS, NATIVE, _cpu_description())
+    parts = (source.read_text(), *compiler, version, *FLAGS, NATIVE, _cpu_description())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
@@ -92,12 +94,12 @@ def _cpu_description() -> str:
     return platform.machine() + "\n".join(sorted({line for line in lines if line.startswith(keys)}))
 
 
-def _compile(compiler: str, source: Path, library: Path) -> None:
+def _compile(compiler: list[str], source: Path, library: Path) -> None:
     handle, scratch = tempfile.mkstemp(suffix=".so", prefix=f".{source.stem}-", dir=library.parent)
     os.close(handle)
     try:
         for flags in ((*FLAGS, NATIVE), FLAGS):  # not every compiler knows -march=native
-            command = [compiler, *flags, "-o", scratch, str(source)]
+            command = [*compiler, *flags, "-o", scratch, str(source)]
             logger.info("compiling %s", " ".join(command))
             result = subprocess.run(
                 command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S
