@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,20 @@ class Session:
     def is_running(self) -> bool:
         """Whether a forward of the compiled model runs in this thread, with dropout or without."""
         return bool(getattr(self._local, "stack", None))
+
+    @property
+    def block(self) -> str | None:
+        """The path of the block that runs in this thread by a graph of its own, or None."""
+        return getattr(self._local, "block", None)
+
+    @contextmanager
+    def running_block(self, path: str) -> Iterator[None]:
+        """Say which of the layers that share a graph runs inside the context."""
+        outer, self._local.block = self.block, path
+        try:
+            yield
+        finally:
+            self._local.block = outer
 
     def site(self, block: str, name: str, dropout: str = "xtrain") -> Site:
         """Return the site of that name in a block, listing it in the report on first sight."""
@@ -302,7 +317,7 @@ class Seeds:
         for slot, static_block in zip(self.slots, self._blocks, strict=True):
             if not slot.covered_by:
                 continue
-            block = static_block if static_block is not None else self._block(slot, inputs)
+            block = static_block or self.session.block or self._block(slot, inputs)
             site = self.session.site(block, call.claim(block, slot.kind), slot.covered_by)
             call.executed.append(site)
             if slot.covered_by == "xtrain":
@@ -316,8 +331,11 @@ class Seeds:
         return flat
 
     def _static_block(self, slot: SiteSlot) -> str | None:
-        """The block that the add's own module path names, for graphs traced from our entry."""
-        if not slot.path.startswith(ENTRY_ROOT + "."):
+        """The block that the add's own module path names, for graphs traced from our entry.
+
+        In a graph of one block paths begin at the block, and say nothing of which it is.
+        """
+        if self.session.per_block or not slot.path.startswith(ENTRY_ROOT + "."):
             return None
         return self.session.blocks.block_of(slot.path.removeprefix(ENTRY_ROOT + "."))
 
@@ -329,7 +347,7 @@ class Seeds:
                 block = self.session.owner_block(inputs[position])
                 if block is not None:
                     return block
-        if slot.path.startswith(ENTRY_ROOT):
+        if slot.path.startswith(ENTRY_ROOT) and not self.session.per_block:
             return slot.path.removeprefix(ENTRY_ROOT).removeprefix(".")
         raise SiteError(
             f"cannot tell which block a {slot.kind} site in {_readable_path(slot.path)} belongs "

@@ -394,27 +394,34 @@ def _compile_each_block(session: Session) -> None:
     It stays on the block, since a checkpoint around it calls it again in the backward; outside a
     forward of the compiled model it runs the block's own code.
     """
-    blocks = [session.model.get_submodule(path) for path in session.blocks.paths]
+    blocks = {path: session.model.get_submodule(path) for path in session.blocks.paths}
     if not blocks:
         raise ValueError(
             f"{type(session.model).__name__} has no blocks to compile one by one (elements of a "
             "ModuleList, Sequential or ModuleDict with two matrices or more); use xtrain.compile"
         )
     entries: dict[tuple[type, bool], Callable[..., Any]] = {}
-    for block in blocks:
+    for path, block in blocks.items():
         for training in (True, False):
             key = (type(block), training)
             if key not in entries:
                 entries[key] = _compiled_entry(session, training, _call_block)
         by_mode = {mode: entries[type(block), mode] for mode in (True, False)}
-        block.forward = _BlockForward(session, block, by_mode)
+        block.forward = _BlockForward(session, path, block, by_mode)
 
 
 class _BlockForward:
     """The forward of one block of a model that is compiled block by block."""
 
-    def __init__(self, session: Session, block: nn.Module, entries: dict[bool, Callable[..., Any]]):
+    def __init__(
+        self,
+        session: Session,
+        path: str,
+        block: nn.Module,
+        entries: dict[bool, Callable[..., Any]],
+    ):
         self._session = session
+        self._path = path
         self._block = block
         self._entries = entries
         self.__signature__ = inspect.signature(type(block).forward.__get__(block))
@@ -427,10 +434,11 @@ class _BlockForward:
         training = self._block.training and session.options.dropout > 0
         entry = functools.partial(self._entries[training], self._block)
         session.shapes.mark(_tensors_in(args, kwargs))
-        if recomputing:
-            with torch_compat.trace_config(**_trace_overrides(True)):
-                return entry(*args, **kwargs)
-        return entry(*args, **kwargs)
+        with session.running_block(self._path):
+            if recomputing:
+                with torch_compat.trace_config(**_trace_overrides(True)):
+                    return entry(*args, **kwargs)
+            return entry(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles of the block run its own code: graphs and keys stay here."""
