@@ -1,0 +1,179 @@
+"""xtrain.compile refuses wrong arguments, and training without the dropout that was asked for."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from mask_oracle import keep_mask
+from probe_model import Block, P, ProbeModel, decode_masks
+from torch import nn
+
+import xtrain
+from xtrain.compiler import SiteError
+from xtrain.model import Config, Transformer
+from xtrain.rng import site_seed
+
+SHAPE = (4, 5, 8)
+
+
+def tokens(batch=4, length=5):
+    return torch.zeros(batch, length, dtype=torch.long)
+
+
+def probe(model=None, **keywords):
+    model = ProbeModel() if model is None else model
+    return xtrain.compile(model, **{"dropout": P, "seed": 0, "backend": "eager", **keywords})
+
+
+def tiny(**overrides):
+    return Transformer(Config.preset("tiny", **overrides))
+
+
+# --- arguments ----------------------------------------------------------------------------------
+
+WRONG = {
+    "not a module": (lambda: xtrain.compile(torch.sin), TypeError, "must be an nn.Module, got"),
+    "backend": (lambda: probe(backend="cudagraphs"), ValueError,
+                "backend must be one of inductor, aot_eager, eager, got 'cudagraphs'"),
+    "kernels": (lambda: probe(kernels="on"), ValueError, "kernels must be one of auto, triton"),
+    "existing": (lambda: probe(existing="both"), ValueError, "existing must be one of skip"),
+    "logits": (lambda: probe(logits="none"), ValueError, "logits must be one of keep, drop, got"),
+    "dropout NaN": (lambda: probe(dropout=float("nan")), ValueError, "in .0, 1., got nan"),
+    "dropout negative": (lambda: probe(dropout=-0.1), ValueError, "in .0, 1., got -0.1"),
+    "dropout above 1": (lambda: probe(dropout=1.5), ValueError, "in .0, 1., got 1.5"),
+    "dropout bool": (lambda: probe(dropout=True), TypeError, "a number in .0, 1.* got True"),
+    "dropout str": (lambda: probe(dropout="0.1"), TypeError, "a number in .* got '0.1'"),
+    "seed float": (lambda: probe(seed=1.0), TypeError, "seed must be an int, got 1.0"),
+    "seed bool": (lambda: probe(seed=False), TypeError, "seed must be an int, got the bool False"),
+    "unknown keyword": (lambda: probe(drop=0.1), TypeError,
+                        "unexpected keyword 'drop'.*mode, options, dynamic, fullgraph"),
+    "unknown pass": (lambda: probe(disable_passes=["insert"]), ValueError,
+                     "'insert'; the passes are insert_residual_dropout"),
+    "no pass": (lambda: probe(passes=[3]), TypeError, "a pass must be a function with a name"),
+    "no list of passes": (lambda: probe(passes=print), TypeError, "passes must be a list"),
+    "compiled twice": (lambda: probe(probe()), TypeError, "compiled already; pass compiled.inner"),
+    "a compiled part": (lambda: probe(nn.Sequential(probe())), TypeError,
+                        "a part of the model, '0', is compiled already"),
+    "torch.compile's": (lambda: probe(torch.compile(ProbeModel())), TypeError,
+                        "comes from torch.compile; pass the model itself"),
+    "DataParallel": (lambda: probe(nn.DataParallel(ProbeModel())), TypeError,
+                     r"compile the model inside DataParallel: DataParallel\(xtrain.compile"),
+    "no blocks": (lambda: xtrain.compile_blocks(nn.Linear(2, 2), backend="eager"), ValueError,
+                  "Linear has no blocks to compile one by one.*use xtrain.compile"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments(name):
+    call, error, match = WRONG[name]
+    with pytest.raises(error, match=match):
+        call()
+
+
+def test_ddp_is_refused(tmp_path):
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(ProbeModel())
+        with pytest.raises(TypeError, match=r"DistributedDataParallel\(xtrain.compile\(model\)"):
+            probe(wrapped)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_dropout_none_takes_our_models_configuration_and_0_of_others():
+    assert "dropout=0.25" in repr(xtrain.compile(tiny(dropout=0.25)))
+    assert "dropout=0.0" in repr(xtrain.compile(tiny()))
+    assert "dropout=0.5" in repr(xtrain.compile(tiny(dropout=0.25), dropout=0.5))
+    assert "dropout=0.0" in repr(xtrain.compile(tiny(dropout=0.25), dropout=0))
+
+    class Foreign(ProbeModel):
+        config = Config.preset("tiny", dropout=0.25)
+
+    compiled = xtrain.compile(Foreign(), backend="eager")
+    assert compiled(tokens()).unique().tolist() == [15.0]
+    report = compiled.report()
+    assert (report.sites, report.num_train_graphs, report.num_eval_graphs) == ([], 0, 1)
+
+
+# --- strict -------------------------------------------------------------------------------------
+
+
+class Skipping(ProbeModel):
+    """Layer drop: some blocks are left out of a forward."""
+
+    left_out: tuple[int, ...] = ()
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for i, block in enumerate(self.blocks):
+            x = x if i in self.left_out else block(x)
+        return x
+
+
+def test_a_model_without_a_site_is_an_error():
+    compiled = probe(nn.Sequential(nn.Embedding(4, 8), nn.Linear(8, 8)))
+    with pytest.raises(SiteError, match=r"ran no residual site.*strict=False"):
+        compiled(tokens())
+    loose = probe(compiled.inner, strict=False)
+    assert torch.equal(loose(tokens()), compiled.inner(tokens()))
+
+
+@pytest.mark.parametrize("compile_it", [xtrain.compile, xtrain.compile_blocks])
+def test_fewer_sites_than_reported_are_an_error(compile_it):
+    model = Skipping(num_layers=3)
+    compiled = compile_it(model, dropout=P, seed=0, backend="eager")
+    compiled(tokens())
+    model.left_out = (1,)
+    match = r"ran 4 residual sites of 6; missing: blocks.1.attention, blocks.1.feed_forward"
+    with pytest.raises(SiteError, match=match):
+        compiled(tokens())
+    compiled.eval()
+    compiled(tokens())  # evaluation has no sites to miss
+    model.train()
+    loose = compile_it(model, dropout=P, seed=0, backend="eager", strict=False)
+    loose(tokens())
+    model.left_out = (2,)
+    loose.set_step(0)
+    masks = decode_masks(loose(tokens()), 2)
+    keep = keep_mask(SHAPE, P, site_seed(0, 0, 1, "attention"))
+    assert torch.equal(masks[2], torch.from_numpy(keep)), "a layer keeps its number"
+
+
+def test_blocks_that_differ_are_an_error():
+    class Forgetful(Block):
+        def forward(self, x):
+            return x + self.attn(x) if self.skips else super().forward(x)
+
+    model = ProbeModel(num_layers=3)
+    model.blocks = nn.ModuleList(Forgetful(SHAPE, i) for i in range(3))
+    for i, block in enumerate(model.blocks):
+        block.skips = i == 1
+    with pytest.raises(SiteError, match=r"Forgetful differ.*blocks.0: 2, blocks.1: 1, blocks.2: 2"):
+        probe(model)(tokens())
+    assert len(probe(model, strict=False)(tokens()).unique()) > 1
+
+
+def test_a_silent_fall_back_to_eager_is_an_error(caplog):
+    """With suppress_errors Dynamo runs the model itself, without dropout, when a backend fails."""
+
+    def broken(graph):
+        raise KeyError("some node")
+
+    caplog.set_level(logging.CRITICAL)
+    compiled = probe(passes=[broken])
+    with torch._dynamo.config.patch(suppress_errors=True):
+        with pytest.raises(SiteError, match="Dynamo fell back to eager"):
+            compiled(tokens())
+    with torch.compiler.set_stance("force_eager"):
+        with pytest.raises(SiteError, match="ran no residual site"):
+            probe()(tokens())
+
+
+def test_disabling_the_insertion_leaves_no_dropout():
+    keywords = dict(disable_passes=["insert_residual_dropout"])
+    with pytest.raises(SiteError, match="ran no residual site"):
+        probe(**keywords)(tokens())
+    assert probe(strict=False, **keywords)(tokens()).unique().tolist() == [15.0]
