@@ -176,32 +176,30 @@ def _masks_cell(results: Results, variant: Variant) -> str:
 
 def result_sentences(results: Results) -> list[str]:
     """Say in a sentence what came out, wins and losses alike, and in another what failed."""
-
-    def speed(variant: str, baseline: str) -> str:
-        ratio = results.speed(variant, baseline)
-        return f"{ratio} x ({ratio.verdict()})" if ratio else ""
-
-    def cost(variant: str, floor: str) -> str:
-        ratio = results.ratio(variant, floor)
-        return ratio.as_cost() if ratio else ""
-
-    parts = [
-        (speed("xtrain", "torch"), "xtrain.compile ran at {} the speed of torch.compile with "
-         "F.dropout"),
-        (speed("xtrain", "eager"), "at {} that of eager"),
-        (speed("xtrain-p0", "torch-p0"), "and without dropout at {} that of torch.compile"),
-        (cost("xtrain", "xtrain-p0"), "its dropout took {} of its own step"),
-        (cost("xtrain", "torch-p0"), "{} over torch.compile without dropout"),
-        (cost("torch", "torch-p0"), "where F.dropout took {}"),
-    ]  # fmt: skip
-    said = [words.format(figure) for figure, words in parts if figure]
+    speeds = []
+    for variant, baseline, words in (
+        ("xtrain", "torch", "xtrain.compile ran at {} the speed of torch.compile with F.dropout"),
+        ("xtrain", "eager", "at {} that of eager with F.dropout"),
+        ("xtrain-p0", "torch-p0", "without dropout at {} that of torch.compile"),
+    ):
+        if ratio := results.speed(variant, baseline):
+            speeds.append(words.format(f"{ratio} x") + f" ({ratio.verdict()})")
+    costs = []
+    for variant, floor, words in (
+        ("xtrain", "xtrain-p0", "dropout added {} to its own step"),
+        ("xtrain", "torch-p0", "{} to that of torch.compile without dropout"),
+        ("torch", "torch-p0", "where F.dropout added {}"),
+    ):
+        if ratio := results.ratio(variant, floor):
+            costs.append(words.format(ratio.as_cost()))
+    said = [", ".join(words) for words in (speeds, costs) if words]
     sentences = []
     if said:
-        sentences.append(f"With dropout {results.setting.dropout:g}, {', '.join(said)}.")
+        sentences.append(f"With dropout {results.setting.dropout:g}, {'; '.join(said)}.")
     failed = [VARIANTS[n].label for n, o in results.outcomes.items() if o.error is not None]
     if failed:
         sentences.append(f"Failed: {', '.join(failed)}; the table says why.")
-    return sentences or ["Only one variant ran: there is nothing to compare."]
+    return sentences or ["Nothing was measured that could be compared."]
 
 
 def checks(results: Results) -> list[list[str]]:

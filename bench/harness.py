@@ -278,12 +278,13 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _version_of(package: str) -> str:
-    from importlib.metadata import PackageNotFoundError, version
+def _version_of(module: str) -> str:
+    """Ask the module itself: distributions go under several names."""
+    from importlib import import_module
 
     try:
-        return version(package)
-    except PackageNotFoundError:
+        return import_module(module).__version__
+    except ImportError:
         return "not installed"
 
 

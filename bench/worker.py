@@ -61,9 +61,13 @@ class Worker:
             raise VariantFailed(f"{method}: {value}")
         return value
 
+    def release(self) -> None:
+        """Let the process end: it reads the end of the pipe once it is idle."""
+        self._connection.close()
+
     def stop(self) -> None:
         """End the process and remove its caches."""
-        self._connection.close()  # the worker reads the end of the pipe and leaves
+        self.release()
         self._process.join(10)
         if self._process.is_alive():
             self._process.kill()
@@ -103,9 +107,11 @@ class Team:
 
     def stop(self, *names: str) -> None:
         """End some workers."""
-        for name in names:
-            if worker := self._workers.pop(name, None):
-                worker.stop()
+        stopped = [self._workers.pop(name) for name in names if name in self._workers]
+        for worker in stopped:
+            worker.release()
+        for worker in stopped:
+            worker.stop()
 
     def __enter__(self) -> Team:
         return self
