@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 import torch
 from training import running
 
-from xtrain import checkpoint, session
+from xtrain import checkpoint, session, train
 from xtrain.compiler import CompiledModel
 from xtrain.config import RunConfig
 
@@ -122,14 +123,10 @@ def test_resuming_twice_from_one_checkpoint_is_the_same(runner, capsys):
     ],
 )
 def test_what_cannot_be_continued_is_refused(runner, capsys, flag, message, started):
-    import re
-
     other = runner.folder / "other.txt"
     other.write_text(runner.corpus.read_text() + " more")
     # --data replaces the runner's own, which argparse would only add to
     arguments = [a for a in runner.arguments() if "data=" not in a or "{other}" not in flag]
-    from xtrain import train
-
     code = train.main([*arguments, "--steps=4", flag.format(other=other), f"--resume={started}"])
     error = capsys.readouterr().err.splitlines()[-1]
     assert code == 2 and re.search(message, error), error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import subprocess
 import sys
 import time
@@ -70,8 +71,6 @@ assert not {{"torch", "triton", "numpy", "safetensors"}} & set(sys.modules)
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(runner, capsys, monkeypatch, arguments, message):
-    import re
-
     monkeypatch.chdir(runner.folder)
     base = [] if {"--data", "--tokenizer"} & set(arguments) else [f"--data={runner.corpus}"]
     base += ["--device=cpu"] if "--device" not in arguments else []
@@ -325,6 +324,19 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(runner, capsy
     saved = read_newest(runner, "bad")
     assert saved.step == len(records) >= 1  # the step before the failure
     assert all(math.isfinite(record["loss"]) for record in records)
+
+
+@pytest.mark.parametrize(
+    "flag, message",
+    [
+        ("--set=model.vocab_size=100", "model.vocab_size"),
+        ("--set=train.seq_len=9000", "too short for one sequence of 9000 + 1 tokens"),
+    ],
+)
+def test_a_model_that_does_not_fit_the_data_is_refused(runner, capsys, flag, message):
+    assert runner("--name=misfit", flag) == 2
+    assert message in error_line(capsys)
+    assert not runner.run("misfit").exists()
 
 
 def test_a_full_disk_is_one_line(runner, capsys, monkeypatch):

@@ -167,21 +167,19 @@ def autocast(config: RunConfig) -> Callable[[], AbstractContextManager]:
     return lambda: torch.autocast(kind, dtype=torch.bfloat16)
 
 
-def rng_states() -> dict[str, Tensor]:
-    """Return the states of torch's generators.
+def rng_states(device: torch.device) -> dict[str, Tensor]:
+    """Return the states of torch's generators of the CPU and of the run's device.
 
     Nothing of xtrain draws from them after the weights; what a user adds may.
     """
     states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        for i, state in enumerate(torch.cuda.get_rng_state_all()):
-            states[f"cuda{i}"] = state
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
     return states
 
 
-def restore_rng(states: dict[str, Tensor]) -> None:
-    """Put back what rng_states returned; devices that are not here any more are left out."""
+def restore_rng(states: dict[str, Tensor], device: torch.device) -> None:
+    """Put back what rng_states returned; a run that changes its device keeps the CPU's alone."""
     torch.set_rng_state(states["cpu"])
-    for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        if f"cuda{i}" in states:
-            torch.cuda.set_rng_state(states[f"cuda{i}"], i)
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)

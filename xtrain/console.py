@@ -26,7 +26,9 @@ class _Handler(logging.Handler):
             prefix = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
             tqdm.write(prefix + self.format(record), file=sys.stdout)
             sys.stdout.flush()
-        except Exception:  # a closed pipe, say: logging's own rule is not to raise
+        except BrokenPipeError:  # the reader, such as head, has left: train on in silence
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except Exception:  # logging's own rule is not to raise
             self.handleError(record)
 
 

@@ -81,7 +81,7 @@ class Trainer:
         """Continue from a checkpoint: weights, moments, generators, position."""
         load_model_tensors(self.parts.model, saved.tensors["model"], saved.state["aliases"])
         load_named_state(self.optimizer, self.names, saved.tensors["optimizer"])
-        build.restore_rng(saved.tensors["rng"])
+        build.restore_rng(saved.tensors["rng"], self.device)
         self.first_step = self.saved_step = saved.step
         self.num_tokens = saved.state["data"]["tokens"]
 
@@ -106,7 +106,7 @@ class Trainer:
         groups: dict[str, Mapping[str, Tensor]] = {
             "model": tensors,
             "optimizer": named_state(self.optimizer, self.names),
-            "rng": build.rng_states(),
+            "rng": build.rng_states(self.device),
         }
         keep_last = parts.config.checkpoint.keep_last
         checkpoint.write(parts.run.checkpoints, step, groups, state, keep_last=keep_last)
