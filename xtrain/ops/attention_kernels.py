@@ -1,8 +1,8 @@
 """torch's fused attention kernels behind one interface: the part of torch_compat about attention.
 
 `aten._scaled_dot_product_*` differ in arguments, in the layout of the log-sum-exp and in what they
-accept. Here each takes (q, k, v, bias, is_causal, scale) and gives (out, lse [B, N, T]), and its
-backward takes the same lse, so that forward and backward may even choose differently.
+accept. Here each takes (q, k, v, bias, is_causal, scale) and gives (out, lse [B, N, T]); its
+backward takes that out and lse, in any strides.
 
 Letters: B batch, N query heads, M KV heads, T query length, S key length, H head dim.
 """
@@ -95,6 +95,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (grad_q, grad_k, grad_v) in the shapes of q, k, v; lse as `forward` gives it."""
     grad_out, q, k, v, out = map(_last_dim_dense, (grad_out, q, k, v, out))
+    lse = lse.contiguous()  # the kernels read it row by row whatever its strides say
     head_dim = q.shape[-1]
     if kernel == "cpu_flash":
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -110,8 +111,10 @@ def backward(
         )
         return tuple(grad[..., :head_dim] for grad in grads)
     if kernel == "cudnn":
+        # Takes the strides of grad_out for those of out (torch 2.11): wrong values otherwise.
+        same_strides = grad_out.stride() == out.stride()
         return _aten._scaled_dot_product_cudnn_attention_backward(
-            grad_out,
+            grad_out if same_strides else torch.empty_like(out).copy_(grad_out),
             q,
             k,
             v,
@@ -134,7 +137,7 @@ def backward(
         _expand(q, k),
         _expand(q, v),
         None if bias is None else _efficient_bias(q, k, bias),
-        out,
+        out.transpose(1, 2).contiguous().transpose(1, 2),  # the kernel's own order, or wrong values
         F.pad(lse, (0, padding), value=float("inf")),
         unused,
         unused,
