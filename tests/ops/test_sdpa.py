@@ -217,6 +217,7 @@ def test_causal_is_aligned_bottom_right():
     assert_close(out[:, :, :1], sdpa(q[:, :, :1], k[:, :, :4], v[:, :, :4]))
     window = sdpa(q, k, v, causal=True, window=2)
     assert_close(window[:, :, 1:], sdpa(q[:, :, 1:], k[:, :, 3:], v[:, :, 3:]))
+    assert torch.equal(window, sdpa(q, k, v, window=2)), "a window is causal by itself"
 
 
 # --- backends, notice, memory, layout -------------------------------------------------------------
@@ -314,7 +315,7 @@ def test_errors():
         ((q, k, v[:, :, :5]), {}, r"do not fit together: .*v \(2, 2, 5, 8\)"),
         ((q[:, :3], k, v), {}, "3 query heads cannot be shared out among 2 KV heads"),
         ((q, k, v.float()), {}, "one float dtype, got torch.float64, .*torch.float32"),
-        ((q, k, v), {"window": 3}, "window must be at least 1 and needs causal=True, got 3"),
+        ((q, k, v), {"window": -2}, "window must be at least 1, got -2"),
         ((q, k, v), {"window": 0, "causal": True}, "window must be at least 1"),
         ((q, k, v), {"softcap": 0.0}, "softcap must be positive, got 0.0"),
         ((q, k, v), {"mask": torch.ones(6, 6).int()}, r"mask must be bool .* got torch.int32"),

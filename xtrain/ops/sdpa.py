@@ -49,7 +49,7 @@ def sdpa_reference(
         scores = softcap * torch.tanh(scores / softcap)
     T, S = scores.shape[-2:]
     sees = torch.ones(T, S, dtype=torch.bool, device=q.device)
-    if causal:
+    if causal or window is not None:
         i = torch.arange(T, device=q.device)[:, None]
         j = torch.arange(S, device=q.device)[None, :]
         sees = j <= i + S - T
@@ -180,7 +180,7 @@ def sdpa(
               (B, N, T, S); with causal, both must allow.
               causal: query i sees key j iff j <= i + S - T (bottom-right).
               scale: default 1 / sqrt(H).
-              window: with causal, also j > i + S - T - window.
+              window: i + S - T - window < j <= i + S - T; a window is causal by itself.
               softcap: scores become softcap * tanh(scores / softcap), before the mask.
     Grad:     of q, k, v and of a float mask; saves them, the result and lse (B, N, T), no scores.
     Numerics: softmax in fp32 (fp64 for fp64). A row that sees nothing (bool False, or -inf) gives
@@ -188,7 +188,8 @@ def sdpa(
     Raises:   ValueError for shapes, dtypes or options that do not fit, with their values.
     Source:   Vaswani et al. 2017; grouped heads: Ainslie et al. 2023; softcap: Gemma 2, 2024.
     """
-    check_inputs(q, k, v, mask, causal, window, softcap)
+    check_inputs(q, k, v, mask, window, softcap)
+    causal = causal or window is not None
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return FORWARD(q, k, v, mask, causal, scale, window, softcap)[0]
 
@@ -198,7 +199,6 @@ def check_inputs(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
-    causal: bool,
     window: int | None,
     softcap: float | None,
 ) -> None:
@@ -218,10 +218,8 @@ def check_inputs(
         raise ValueError(
             f"sdpa: q, k and v must have one float dtype, got {q.dtype}, {k.dtype}, {v.dtype}"
         )
-    if window is not None and (window < 1 or not causal):
-        raise ValueError(
-            f"sdpa: window must be at least 1 and needs causal=True, got {window}, causal={causal}"
-        )
+    if window is not None and window < 1:
+        raise ValueError(f"sdpa: window must be at least 1, got {window}: None means no window")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"sdpa: softcap must be positive, got {softcap}: None means no cap")
     if mask is not None:
@@ -272,7 +270,8 @@ def sdpa_backend(
     softcap: float | None = None,
 ) -> str:
     """Return what computes `sdpa` of these inputs: a kernel's name, or "explicit: " and why."""
-    check_inputs(q, k, v, mask, causal, window, softcap)
+    check_inputs(q, k, v, mask, window, softcap)
+    causal = causal or window is not None
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     plan = plan_of(mask, causal, window, q, k)
     kernel, reason = choose_kernel(q, k, v, mask, plan, scale, softcap)
