@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import numpy as np
@@ -9,6 +10,13 @@ import pytest
 import torch
 
 HAS_CUDA = torch.cuda.is_available()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Divide the cores among xdist workers: threads that wait for a core spin (50 x slower)."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if workers > 1:
+        torch.set_num_threads(max(1, torch.get_num_threads() // workers))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
