@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from xtrain.blocks import Blocks
+from xtrain.compiler.blocks import Blocks
 from xtrain.model import Config, Transformer
 
 

@@ -315,3 +315,21 @@ def test_a_block_run_several_times_has_a_mask_for_each_run(compile_it):
             keep = keep_mask(SHAPE, P, site_seed(0, 0, 0, kind + ending))
             assert torch.equal(mask, torch.from_numpy(keep))
     assert [s.layer for s in compiled.report().sites] == [0] * 6
+
+
+def test_a_users_pass_runs_in_training_and_in_evaluation():
+    """Also where our own pass has nothing to do: evaluation, and training without dropout."""
+    seen = []
+
+    def count_adds(graph):
+        seen.append(sum(node.name.startswith("add") for node in graph.nodes))
+
+    model = Transformer(Config.preset("tiny"))
+    tokens = torch.randint(16, (2, 8))
+    for dropout in (0.1, 0.0):
+        compiled = xtrain.compile(
+            model.train(), dropout=dropout, backend="eager", passes=[count_adds]
+        )
+        compiled(tokens)
+        compiled.eval()(tokens)
+    assert len(seen) == 4

@@ -8,7 +8,7 @@ from dataclasses import FrozenInstanceError, fields
 import pytest
 
 from xtrain.config import PRESETS, SECTIONS, ConfigError, RunConfig, parse_assignment
-from xtrain.resolve import PRESET_DEFAULTS, resolve
+from xtrain.training.resolve import PRESET_DEFAULTS, resolve
 
 
 def test_every_field_has_a_default_and_a_meaning():

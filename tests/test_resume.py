@@ -13,9 +13,10 @@ import pytest
 import torch
 from training import running
 
-from xtrain import checkpoint, session, train
+from xtrain import checkpoint, train
 from xtrain.compiler import CompiledModel
 from xtrain.config import RunConfig
+from xtrain.training import session
 
 # Two micro-batches a step and dropout: what a resume could lose is in use.
 FLAGS = ("--dropout=0.3", "--set=train.micro_batch_size=2", "--set=optim.schedule_steps=10")

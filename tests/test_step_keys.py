@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from xtrain.step_keys import ReplayLedger, StepKey, StepKeys
+from xtrain.compiler.step_keys import ReplayLedger, StepKey, StepKeys
 
 
 def test_steps_count_up_from_zero():

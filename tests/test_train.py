@@ -17,9 +17,10 @@ import torch
 from torch._dynamo.utils import counters
 from training import running
 
-from xtrain import checkpoint, session, train
+from xtrain import checkpoint, train
 from xtrain.config import RunConfig
 from xtrain.data import Batches, load_tokenizer
+from xtrain.training import session
 
 
 @pytest.fixture
@@ -361,7 +362,7 @@ def test_warnings_are_shown_in_one_line(runner, capsys, monkeypatch):
 
 
 def test_records_are_json_whatever_the_numbers(tmp_path):
-    from xtrain.run_folder import RunFolder, metrics_line
+    from xtrain.training.run_folder import RunFolder, metrics_line
 
     run = RunFolder(tmp_path)
     with run.open_metrics(0) as file:

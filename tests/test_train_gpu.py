@@ -11,10 +11,10 @@ from training import running
 
 from xtrain import checkpoint
 from xtrain.config import OptimSection
-from xtrain.loader import Loader
 from xtrain.model import Config, Transformer
 from xtrain.optim import Schedule, build_adamw
-from xtrain.update import TrainingError, Updater
+from xtrain.training.loader import Loader
+from xtrain.training.update import TrainingError, Updater
 
 pytestmark = pytest.mark.gpu
 

@@ -11,11 +11,11 @@ from torch import nn
 
 import xtrain
 from xtrain.config import OptimSection
-from xtrain.loader import Loader, Ranks, StepBatch, cut_batch
 from xtrain.model import Config, Transformer
 from xtrain.optim import Schedule, build_adamw, named_state
 from xtrain.state_names import parameter_names
-from xtrain.update import TrainingError, Updater
+from xtrain.training.loader import Loader, Ranks, StepBatch, cut_batch
+from xtrain.training.update import TrainingError, Updater
 
 IGNORE = -100
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from xtrain.data import Tokenizer
-    from xtrain.run_folder import RunFolder
+    from xtrain.training.run_folder import RunFolder
 
 
 def generate(
@@ -111,12 +111,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the prompt and what the model makes of it."""
-    from xtrain.command_line import exit_codes
+    from xtrain.command_line import exit_codes, limit_spinning
 
     args = build_parser().parse_args(arguments)
     with exit_codes() as status:
-        from xtrain.build import choose_device
-        from xtrain.run_folder import find
+        limit_spinning()
+        from xtrain.training.build import choose_device
+        from xtrain.training.run_folder import find
 
         for name in ("tokens", "temperature", "top_k"):
             if getattr(args, name) < 0:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from xtrain.command_line import Parser, exit_codes
+from xtrain.command_line import Parser, exit_codes, limit_spinning
 from xtrain.config import PRESETS, ConfigError, RunConfig, parse_assignment
 
 EXAMPLES = """\
@@ -117,9 +117,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = base.override(changes)  # wrong values are refused before torch is imported
         if args.resume is not None and args.config:
             raise ConfigError("--resume continues with the run's own config.toml; no --config")
-        from xtrain import console, session
-        from xtrain.resume import ResumePoint
-        from xtrain.run_folder import find
+        from xtrain.training import console, session
+        from xtrain.training.resume import ResumePoint
+        from xtrain.training.run_folder import find
 
         console.set_up_logging()
         resume = None

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from xtrain.loader import StepBatch
 from xtrain.optim import Schedule, set_learning_rate, skip_updates_where
+from xtrain.training.loader import StepBatch
 
 
 class TrainingError(RuntimeError):

@@ -10,24 +10,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xtrain import build, checkpoint, metrics
+from xtrain import checkpoint, metrics
 from xtrain.config import RunConfig
-from xtrain.console import Progress, StopSignals
 from xtrain.data import Batches, Corpus
-from xtrain.loader import Loader, StepBatch, cut_batch, to_device
 from xtrain.model import Transformer
 from xtrain.optim import Schedule, build_adamw, load_named_state, named_state, step_function
-from xtrain.recorder import Recorder
-from xtrain.run_folder import RunFolder
 from xtrain.state_names import load_model_tensors, model_tensors, parameter_names
-from xtrain.update import StepResult, TrainingError, Updater
+from xtrain.training import build
+from xtrain.training.console import Progress, StopSignals
+from xtrain.training.loader import Loader, StepBatch, cut_batch, to_device
+from xtrain.training.recorder import Recorder
+from xtrain.training.run_folder import RunFolder
+from xtrain.training.update import StepResult, TrainingError, Updater
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
 class Parts:
-    """What a trainer works on; xtrain.build makes them from a configuration."""
+    """What a trainer works on; xtrain.training.build makes them from a configuration."""
 
     config: RunConfig  # resolved
     run: RunFolder

@@ -9,10 +9,10 @@ from typing import Any, TextIO
 import torch
 
 from xtrain import metrics
-from xtrain.console import Progress
-from xtrain.loader import StepBatch
-from xtrain.run_folder import metrics_line
-from xtrain.update import StepResult
+from xtrain.training.console import Progress
+from xtrain.training.loader import StepBatch
+from xtrain.training.run_folder import metrics_line
+from xtrain.training.update import StepResult
 
 
 class Recorder:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from xtrain import checkpoint
 from xtrain.config import ConfigError, RunConfig
 from xtrain.data import Corpus
-from xtrain.run_folder import RunFolder
+from xtrain.training.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
 

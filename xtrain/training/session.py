@@ -7,16 +7,16 @@ import signal
 import time
 from pathlib import Path
 
-from xtrain import build, run_folder
 from xtrain.config import RunConfig
 from xtrain.generate import generate
 from xtrain.metrics import format_mfu
-from xtrain.plot import plot_losses
-from xtrain.resolve import resolve
-from xtrain.resume import ResumePoint
-from xtrain.run_folder import RunFolder
-from xtrain.trainer import Parts, Trainer
-from xtrain.update import TrainingError
+from xtrain.training import build, run_folder
+from xtrain.training.plot import plot_losses
+from xtrain.training.resolve import resolve
+from xtrain.training.resume import ResumePoint
+from xtrain.training.run_folder import RunFolder
+from xtrain.training.trainer import Parts, Trainer
+from xtrain.training.update import TrainingError
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,103 @@
+"""xtrain.compile: torch.compile with graph passes, seeded dropout and a report of what they did.
+
+    compiled = xtrain.compile(model, dropout=0.1, seed=0)
+    loss = compiled(tokens, targets)[1]; loss.backward()
+    print(compiled.report())
+
+The only place where passes and torch.compile meet:
+
+    compiled_model.py   the nn.Module that users hold
+    options.py          keywords, checked
+    entries.py          functions that torch.compile compiles: the whole model, or one block
+    backend.py          what Dynamo calls with each graph: passes, then inductor or another backend
+    seeds.py            the (seed, offset) input of a graph, filled at each call
+    session.py          what the graphs of one model share: sites, keys, the running forward
+    blocks.py, step_keys.py, data_parallel.py, dynamic_shapes.py, report.py   one topic each
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from xtrain.compiler.compiled_model import CompiledModel
+from xtrain.compiler.options import checked_options
+from xtrain.compiler.report import Report, Site
+from xtrain.compiler.session import SiteError
+
+__all__ = ["CompiledModel", "Report", "Site", "SiteError", "compile", "compile_blocks"]
+
+
+def compile(
+    model: nn.Module,
+    *,
+    dropout: float | None = None,
+    seed: int | None = None,
+    backend: str = "inductor",
+    kernels: str = "auto",
+    existing: str = "skip",
+    logits: str = "keep",
+    strict: bool = True,
+    passes: Sequence[Any] = (),
+    disable_passes: Sequence[str] = (),
+    dump_graphs: str | Path | None = None,
+    data_parallel_group: Any = None,
+    **torch_compile_kwargs: Any,
+) -> CompiledModel:
+    """Compile a decoder and put seeded, stateless dropout on its residual branches.
+
+    Args:     model: any nn.Module, unchanged; it stays usable, without our dropout, by itself.
+              dropout: probability of dropping in training; None takes `model.config.dropout` of
+              xtrain's own Transformer and 0 for any other model.
+              seed: base seed of the masks; None draws one at each training forward from torch's
+              default CPU generator.
+              backend: "inductor" | "aot_eager" | "eager": what runs the graphs after the passes.
+              kernels: "auto" | "triton" | "off": which form swapped ops take.
+              existing: for a site with an active dropout of its own, "skip" it or "replace" it.
+              logits: "keep" | "drop": whether a training forward with labels returns logits.
+              strict: raise when a site is left without dropout, when blocks of one class differ in
+              their sites, or when a forward executed fewer sites than the report lists.
+              passes: graph passes of your own, functions or (name, function), run last.
+              disable_passes: exact names of passes to leave out.
+              dump_graphs: folder for each pass's graph, before and after, as readable Python.
+              data_parallel_group: process group whose ranks share a global batch, for the default
+              first_sample.
+              torch_compile_kwargs: fullgraph, dynamic, mode, options, as for torch.compile.
+    Returns:  CompiledModel, an nn.Module with the model's own forward signature, state_dict and
+              names.
+    Random:   mask = ops.dropout_mask(shape, p, rng.site_seed(seed, step, layer, site), offset),
+              the same in every backend, dtype, device, recompute and cut of the batch.
+    Raises:   TypeError, ValueError for a wrong argument; SiteError (strict) at a training forward.
+    """
+    options = checked_options(
+        model,
+        dropout=dropout,
+        backend=backend,
+        kernels=kernels,
+        existing=existing,
+        logits=logits,
+        strict=strict,
+        passes=passes,
+        disable_passes=disable_passes,
+        dump_graphs=dump_graphs,
+        **torch_compile_kwargs,
+    )
+    return CompiledModel(model, options, seed, data_parallel_group, per_block=False)
+
+
+def compile_blocks(
+    model: nn.Module, *, data_parallel_group: Any = None, seed: int | None = None, **keywords: Any
+) -> CompiledModel:
+    """Compile each block class of a model once, for all its layers, and run the rest as it is.
+
+    The first step of a deep model is much shorter than with `compile`; ops outside the blocks are
+    not fused. Keywords, masks and report are those of `compile`.
+
+    Raises:   ValueError if the model has no blocks (elements of a ModuleList with two matrices or
+              more); else as `compile`.
+    """
+    options = checked_options(model, **keywords)
+    return CompiledModel(model, options, seed, data_parallel_group, per_block=True)

@@ -1,0 +1,127 @@
+"""The torch.compile backend: run the passes on a graph, then hand it on with its seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+from xtrain import passes, torch_compat
+from xtrain.compiler.seeds import Seeds, is_entry, readable_path
+from xtrain.compiler.session import Session, SiteError
+from xtrain.passes import fx_utils
+from xtrain.passes.insert_residual_dropout import InsertResult, insert_residual_dropout
+from xtrain.passes.residual_sites import find_cut_adds
+
+
+class Backend:
+    """What Dynamo calls with each graph of one mode (training with dropout, or without)."""
+
+    def __init__(self, session: Session, *, training: bool):
+        self.session = session
+        self.training = training
+        # Dynamo shows this name in logs and errors.
+        self.__name__ = "xtrain_train" if training else "xtrain_eval"
+
+    def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile one of Dynamo's graphs; the module itself is left as it is."""
+        session, options = self.session, self.session.options
+        report = session.report
+        if self.training:
+            report.num_train_graphs += 1
+        else:
+            report.num_eval_graphs += 1
+        inner = torch_compat.inner_backend(
+            options.backend, mode=options.mode, options=options.options, dynamic=options.dynamic
+        )
+        inputs = list(example_inputs)
+        inserted = InsertResult()
+        to_run = self._passes(inserted)
+        if not to_run:  # evaluation without passes of the user's: the graph as Dynamo traced it
+            return self._compile(inner, module, inputs, "")
+        key = passes.cache_key(to_run, (options.backend, options.kernels))
+        module = fx_utils.clone_graph(module)
+        results = self._run_passes(module, to_run)
+        if not self.training:
+            return self._compile(inner, module, inputs, key)
+        report.passes += results
+        report.unseeded += [line for line in inserted.unseeded if line not in report.unseeded]
+        self._check_covered(module, inserted)
+        seeds = Seeds(session, module, inserted.slots)
+        if not seeds.num_rows:
+            return seeds.watch(self._compile(inner, module, inputs, key))
+        example = torch_compat.fake_like_inputs(inputs, seeds.example())
+        seeds.placeholder.meta["example_value"] = example
+        return seeds.feed(self._compile(inner, module, [*inputs, example], key))
+
+    def _passes(self, inserted: InsertResult) -> list[passes.Pass]:
+        """The passes of this mode in running order; `inserted` receives the sites."""
+        options = self.session.options
+
+        def insert(graph: fx.Graph) -> InsertResult:
+            result = insert_residual_dropout(
+                graph,
+                p=options.dropout,
+                existing=options.existing,  # type: ignore[arg-type]
+            )
+            inserted.__dict__.update(result.__dict__)
+            return result
+
+        insertion = passes.Pass(
+            passes.INSERT_RESIDUAL_DROPOUT,
+            insert,
+            insert_residual_dropout,
+            (("p", options.dropout), ("existing", options.existing)),
+        )
+        ours = [insertion] if self.training else []
+        return passes.order(ours, options.passes, options.disable_passes)
+
+    def _run_passes(
+        self, module: fx.GraphModule, to_run: list[passes.Pass]
+    ) -> list[passes.PassResult]:
+        dump = self.session.options.dump_graphs
+        if dump is not None:
+            report = self.session.report
+            number = report.num_train_graphs if self.training else report.num_eval_graphs
+            dump = dump / f"{'train' if self.training else 'eval'}_graph_{number:02d}"
+            dump.mkdir(parents=True, exist_ok=True)
+        return passes.run_passes(module, to_run, dump_dir=dump)
+
+    def _check_covered(self, module: fx.GraphModule, inserted: InsertResult) -> None:
+        report = self.session.report
+        lines = [
+            f"{slot.kind} in {readable_path(slot.path)}: {slot.reason}"
+            for slot in inserted.slots
+            if not slot.covered_by
+        ]
+        if not is_entry(module):
+            lines += [
+                f"{add.name} ({fx_utils.module_path(add) or 'the frame'}): a graph break lies "
+                "between the residual stream, the branch and their add"
+                for add in find_cut_adds(module.graph)
+            ]
+        report.uncovered += [line for line in lines if line not in report.uncovered]
+        if lines and self.session.options.strict:
+            raise SiteError(
+                "a residual site gets no dropout: "
+                + "; ".join(lines)
+                + ". Remove the cause (TORCH_LOGS=graph_breaks shows where a graph broke), or pass "
+                "strict=False to train without dropout there."
+            )
+
+    def _compile(
+        self, inner: Callable[..., Any], module: fx.GraphModule, inputs: list[Any], key: str
+    ) -> Callable[..., Any]:
+        ddp_module = torch_compat.active_ddp_module()
+        backend = inner
+        if ddp_module is not None and self.session.options.backend != "eager":
+            if any(fx_utils.called_bodies(n) for n in module.graph.nodes):
+                self.session.note(
+                    "DDP's graph splitter is off: checkpointed blocks cannot be cut at buckets, so "
+                    "gradients are reduced after the whole backward"
+                )
+            else:
+                backend = torch_compat.ddp_backend(ddp_module, inner)
+        with torch_compat.cache_key_tag(key):
+            return backend(module, inputs)

@@ -1,0 +1,230 @@
+"""CompiledModel: the module that xtrain.compile returns.
+
+Training and evaluation are compiled apart, each through an entry function of its own: a model that
+never reads `self.training` gives Dynamo nothing to guard on, so the branch is taken here.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from xtrain import passes as graph_passes
+from xtrain import torch_compat
+from xtrain.compiler import data_parallel, entries
+from xtrain.compiler.options import Options
+from xtrain.compiler.report import Report
+from xtrain.compiler.session import Call, Session, SiteError, check_executed
+from xtrain.compiler.step_keys import ReplayLedger, StepKey, StepKeys
+
+
+class CompiledModel(nn.Module):
+    """A model behind compiled graphs; everything but `forward` is the model's own.
+
+    Parameters, buffers, submodules and their names are shared with the inner model, so state_dict,
+    optimisers and wrappers see no prefix; other attributes fall through. `inner` is the model.
+    """
+
+    _OWN = frozenset({"_session", "_inner", "_entries", "_group", "_replays", "forward"})
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: Options,
+        seed: int | None,
+        data_parallel_group: Any,
+        *,
+        per_block: bool,
+    ):
+        super().__init__()
+        own = self.__dict__
+        own["_inner"] = model
+        for shared in ("_parameters", "_buffers", "_modules"):
+            own[shared] = model.__dict__[shared]
+        own["_session"] = Session(model, options, StepKeys(seed), per_block=per_block)
+        own["_group"] = data_parallel_group
+        own["_replays"] = ReplayLedger[StepKey]()
+        torch_compat.ignore_logging_calls()
+        if per_block:
+            entries.compile_each_block(self._session)
+            own["_entries"] = {True: model, False: model}
+        else:
+            own["_entries"] = {
+                training: entries.compiled_entry(self._session, training, entries.call_module)
+                for training in (True, False)
+            }
+            own["_entries"] = {
+                training: functools.partial(entry, model)
+                for training, entry in own["_entries"].items()
+            }
+        own["forward"] = _with_signature(self._forward, model.forward)
+
+    # --- what is ours ---------------------------------------------------------------------------
+
+    @property
+    def inner(self) -> nn.Module:
+        """The model that was compiled; calling it runs it as it is, without our dropout."""
+        return self._inner
+
+    def set_step(self, step: int, first_sample: int = 0) -> None:
+        """Say which step, and which samples of the global batch, the next training forward holds.
+
+        Args:     step: any int; the mask's key is (seed, step).
+                  first_sample: global index of the first sample of the next forward's batch.
+        Random:   binds exactly one training forward; one without it uses the last step + 1 and the
+                  default first_sample. Ranks and micro-batches that name their samples draw the
+                  masks that one process draws for the whole batch.
+        """
+        self._session.keys.set_step(step, first_sample)
+
+    def report(self) -> Report:
+        """Return what the passes found and did so far.
+
+        Raises:   RuntimeError before the first forward, when nothing has been traced yet.
+        """
+        session = self._session
+        report = session.report
+        if not report.num_train_graphs and not report.num_eval_graphs:
+            raise RuntimeError(
+                "nothing has been compiled yet: run a forward before asking for the report"
+            )
+        report.sites = sorted(session.sites.values(), key=lambda s: s.layer)
+        return report
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        session: Session = self._session
+        training = self._inner.training and session.options.dropout > 0
+        tensors = entries.tensors_in(args, kwargs)
+        call = self._begin(tensors) if training else None
+        session.shapes.note(tensors)
+        session.shapes.mark(tensors)
+        with _running(session, call), _clean_errors():
+            with torch_compat.trace_config(**entries.trace_overrides(self._session.per_block)):
+                result = self._entries[training](*args, **kwargs)
+        if call is not None:
+            check_executed(session, call)
+        return result
+
+    def _begin(self, tensors: list[torch.Tensor]) -> Call:
+        batch = tensors[0].shape[0] if tensors and tensors[0].ndim else 1
+        if torch_compat.in_backward():
+            return Call(self._replays.find("forward", tensors), batch)
+        keys = self._session.keys
+        default = 0
+        if not keys.is_bound:
+            default = data_parallel.first_sample(self._inner, batch, self._group)
+        key = keys.advance(default)
+        self._replays.record("forward", tensors, key)
+        return Call(key, batch)
+
+    # --- what is the model's --------------------------------------------------------------------
+
+    @property
+    def training(self) -> bool:
+        """Whether the inner model is in training mode."""
+        return self._inner.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        inner = self.__dict__.get("_inner")
+        if inner is not None:  # nn.Module.__init__ sets it before there is a model
+            inner.training = mode
+
+    def train(self, mode: bool = True) -> CompiledModel:
+        """Set training mode on the inner model."""
+        self._inner.train(mode)
+        return self
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> CompiledModel:
+        self._inner._apply(fn, recurse)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Return the inner model's state_dict, without any prefix."""
+        return self._inner.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load a state_dict into the inner model."""
+        return self._inner.load_state_dict(*args, **kwargs)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the inner model's modules, itself first."""
+        return self._inner.named_modules(*args, **kwargs)
+
+    def extra_repr(self) -> str:
+        """Name the wrapped class and the options that matter."""
+        options = self._session.options
+        return f"{type(self._inner).__name__}, dropout={options.dropout}, {options.backend}"
+
+    def __getattr__(self, name: str) -> Any:
+        inner = self.__dict__.get("_inner")
+        if inner is None:
+            raise AttributeError(name)
+        return getattr(inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_inner" not in self.__dict__ or name in self._OWN:
+            super().__setattr__(name, value)
+        elif name == "training":
+            self._inner.training = value
+        else:
+            setattr(self._inner, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._inner, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModel:
+        session = self._session
+        return CompiledModel(
+            copy.deepcopy(self._inner, memo),
+            session.options,
+            session.keys.seed,
+            self._group,
+            per_block=session.per_block,
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a CompiledModel cannot be pickled: its compiled graphs live in this process. Save "
+            "compiled.state_dict() (the inner model's keys), or pickle compiled.inner and compile "
+            "it again after loading."
+        )
+
+
+@contextmanager
+def _running(session: Session, call: Call | None) -> Iterator[None]:
+    session.push(call)
+    try:
+        yield
+    finally:
+        session.pop()
+
+
+@contextmanager
+def _clean_errors() -> Iterator[None]:
+    """Raise our own errors as they are, not wrapped into Dynamo's."""
+    try:
+        yield
+    except Exception as error:
+        cause = torch_compat.backend_cause(error)
+        if isinstance(cause, SiteError | graph_passes.PassError | ValueError):
+            raise cause from cause.__cause__
+        raise
+
+
+def _with_signature(function: Callable[..., Any], model_forward: Callable[..., Any]) -> Any:
+    """Return function under the signature of the model's forward: trainers inspect it."""
+
+    @functools.wraps(model_forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    forward.__signature__ = inspect.signature(model_forward)  # type: ignore[attr-defined]
+    return forward

@@ -1,0 +1,181 @@
+"""The seeds input of a graph: one (seed, offset) pair for each site, made anew at each call."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from xtrain import torch_compat
+from xtrain.compiler.report import Site
+from xtrain.compiler.session import Call, Session, SiteError
+from xtrain.passes.insert_residual_dropout import SEEDS, SiteSlot
+from xtrain.passes.values import is_parameter
+from xtrain.rng import site_seed
+
+# The name under which our entry functions hold the model: graphs traced from them say so.
+ENTRY_ROOT = "L['_xtrain_model']"
+
+
+class Seeds:
+    """Fill the seeds input of one graph at each call: a (seed, offset) pair for each site."""
+
+    def __init__(self, session: Session, module: fx.GraphModule, slots: list[SiteSlot]):
+        self.session = session
+        self.slots = slots
+        nodes = [n for n in module.graph.nodes if n.op == "placeholder"]
+        self._index = {node: i for i, node in enumerate(nodes)}
+        self._sizes = _SizeReader(nodes)
+        self._blocks = [self._static_block(slot) for slot in slots]
+        # A graph of the whole model is recomputed through the model's forward, which knows its key.
+        self.is_whole = is_entry(module) and not session.per_block
+        self.num_rows = sum(slot.covered_by == "xtrain" for slot in slots)
+        self.device = torch.device("cpu")
+        for node in nodes:
+            if node.target == SEEDS:
+                self.placeholder = node
+                self.device = node.meta["example_value"].device
+
+    def example(self) -> torch.Tensor:
+        """Return a tensor of the seeds input's form."""
+        return torch.empty(2 * self.num_rows, dtype=torch.int64, device=self.device)
+
+    def feed(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `compiled` without its last input, which is made here at each call."""
+
+        def run(*inputs: Any) -> Any:
+            return compiled(*inputs, self.tensor(inputs))
+
+        return run
+
+    def watch(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `compiled`, noting the sites that the model's own dropout covers."""
+
+        def run(*inputs: Any) -> Any:
+            if self.session.call is not None:
+                self.numbers(self.session.call, inputs)
+            return compiled(*inputs)
+
+        return run if self.slots else compiled
+
+    def tensor(self, inputs: Sequence[Any]) -> torch.Tensor:
+        """Return a fresh seeds tensor: a buffer changed in place would break a second forward."""
+        call = self.session.call
+        tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
+        if call is None:
+            return self.session.ledger.find(id(self), tensors)
+        seeds = torch.tensor(self.numbers(call, inputs), dtype=torch.int64)
+        if self.device.type == "cuda":
+            seeds = seeds.pin_memory().to(self.device, non_blocking=True)
+        elif self.device.type != "cpu":
+            seeds = seeds.to(self.device)
+        if not self.is_whole:
+            self.session.ledger.record(id(self), tensors, seeds)
+        return seeds
+
+    def numbers(self, call: Call, inputs: Sequence[Any]) -> list[int]:
+        """Return the (seed, offset) pairs of this call, flat, and mark the sites as executed."""
+        flat: list[int] = []
+        key = call.key
+        for slot, static_block in zip(self.slots, self._blocks, strict=True):
+            if not slot.covered_by:
+                continue
+            block = static_block or self.session.block or self._block(slot, inputs)
+            site = self.session.site(block, call.claim(block, slot.kind), slot.covered_by)
+            call.executed.append(site)
+            if slot.covered_by == "xtrain":
+                offset = 0
+                if key.first_sample:
+                    offset = key.first_sample * self._per_sample(slot, site, call, inputs)
+                flat += (
+                    site_seed(key.base_seed, key.step, site.layer, site.site),
+                    _wrap(offset),
+                )
+        return flat
+
+    def _static_block(self, slot: SiteSlot) -> str | None:
+        """The block that the add's own module path names, for graphs traced from our entry.
+
+        In a graph of one block paths begin at the block, and say nothing of which it is.
+        """
+        if self.session.per_block or not slot.path.startswith(ENTRY_ROOT + "."):
+            return None
+        return self.session.blocks.block_of(slot.path.removeprefix(ENTRY_ROOT + "."))
+
+    def _block(self, slot: SiteSlot, inputs: Sequence[Any]) -> str:
+        """The block that owns the branch's parameters: also right where layers share a graph."""
+        for witness in slot.witnesses:
+            position = self._index.get(witness)
+            if position is not None and position < len(inputs):
+                block = self.session.owner_block(inputs[position])
+                if block is not None:
+                    return block
+        if slot.path.startswith(ENTRY_ROOT) and not self.session.per_block:
+            return slot.path.removeprefix(ENTRY_ROOT).removeprefix(".")
+        raise SiteError(
+            f"cannot tell which block a {slot.kind} site in {readable_path(slot.path)} belongs "
+            "to: its graph shows neither a module path nor a parameter of one block alone. "
+            "Compile the whole model without graph breaks."
+        )
+
+    def _per_sample(self, slot: SiteSlot, site: Site, call: Call, inputs: Sequence[Any]) -> int:
+        shape = self._sizes.evaluate(slot.branch_shape, inputs)
+        if shape[0] % call.batch:
+            raise ValueError(
+                f"site {site.name}: its value has shape {shape}, whose leading size is no multiple "
+                f"of the batch of {call.batch}, so first_sample={call.key.first_sample} names no "
+                "element of it. Use first_sample=0, or a model whose batch dimension is first."
+            )
+        return functools.reduce(lambda a, b: a * b, shape, 1) // call.batch
+
+
+class _SizeReader:
+    """Evaluate sizes that were symbols at trace time from the inputs of a call."""
+
+    def __init__(self, placeholders: Sequence[fx.Node]):
+        self._where: dict[sympy.Symbol, tuple[int, int | None]] = {}
+        for position, node in enumerate(placeholders):
+            value = node.meta.get("example_value")
+            if isinstance(value, torch.SymInt):
+                self._where.setdefault(value.node.expr, (position, None))
+            elif isinstance(value, torch.Tensor) and not is_parameter(node):
+                for dim, size in enumerate(value.shape):
+                    if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
+                        self._where.setdefault(size.node.expr, (position, dim))
+
+    def evaluate(self, shape: Sequence[Any], inputs: Sequence[Any]) -> tuple[int, ...]:
+        return tuple(self._size(size, inputs) for size in shape)
+
+    def _size(self, size: Any, inputs: Sequence[Any]) -> int:
+        if not isinstance(size, torch.SymInt):
+            return int(size)
+        expression = size.node.expr
+        values = {}
+        for symbol in expression.free_symbols:
+            position, dim = self._where[symbol]
+            value = inputs[position]
+            values[symbol] = int(value) if dim is None else value.shape[dim]
+        return int(expression.subs(values))
+
+
+def is_entry(module: fx.GraphModule) -> bool:
+    """Whether a graph was traced from our entry, so that it holds the model from its first op."""
+    return any(
+        torch_compat.source_name(n).startswith(ENTRY_ROOT)
+        for n in module.graph.nodes
+        if n.op == "placeholder"
+    )
+
+
+def readable_path(path: str) -> str:
+    """Return a module path as a user would write it, from its source name in a graph."""
+    return path.removeprefix(ENTRY_ROOT).removeprefix(".") or "the model's own forward"
+
+
+def _wrap(value: int) -> int:
+    value &= (1 << 64) - 1
+    return value - (1 << 64) if value >> 63 else value
