@@ -117,6 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = base.override(changes)  # wrong values are refused before torch is imported
         if args.resume is not None and args.config:
             raise ConfigError("--resume continues with the run's own config.toml; no --config")
+        limit_spinning()
         from xtrain.training import console, session
         from xtrain.training.resume import ResumePoint
         from xtrain.training.run_folder import find
