@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import nn
 
-from xtrain.compiler.compiled_model import CompiledModel
+from xtrain.compiler.compiled_model import CompiledModel, check_model
 from xtrain.compiler.options import checked_options
 from xtrain.compiler.report import Report, Site
 from xtrain.compiler.session import SiteError
@@ -72,6 +72,7 @@ def compile(
               the same in every backend, dtype, device, recompute and cut of the batch.
     Raises:   TypeError, ValueError for a wrong argument; SiteError (strict) at a training forward.
     """
+    check_model(model)
     options = checked_options(
         model,
         dropout=dropout,
@@ -99,5 +100,6 @@ def compile_blocks(
     Raises:   ValueError if the model has no blocks (elements of a ModuleList with two matrices or
               more); else as `compile`.
     """
+    check_model(model)
     options = checked_options(model, **keywords)
     return CompiledModel(model, options, seed, data_parallel_group, per_block=True)

@@ -25,6 +25,24 @@ from xtrain.compiler.session import Call, Session, SiteError, check_executed
 from xtrain.compiler.step_keys import ReplayLedger, StepKey, StepKeys
 
 
+def check_model(model: nn.Module) -> None:
+    """Raise TypeError for what cannot be compiled: no module, or one that is compiled already."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
+    if isinstance(model, CompiledModel):
+        raise TypeError("model is compiled already; pass compiled.inner to compile it anew")
+    for name, child in (pair for m in model.modules() for pair in m.named_children()):
+        if isinstance(child, CompiledModel):
+            raise TypeError(
+                f"a part of the model, {name!r}, is compiled already; compile the whole or the part"
+            )
+    if hasattr(model, "_orig_mod") and type(model).__name__ == "OptimizedModule":
+        raise TypeError("model comes from torch.compile; pass the model itself (model._orig_mod)")
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        name = type(model).__name__
+        raise TypeError(f"compile the model inside {name}: {name}(xtrain.compile(model), ...)")
+
+
 class CompiledModel(nn.Module):
     """A model behind compiled graphs; everything but `forward` is the model's own.
 

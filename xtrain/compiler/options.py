@@ -55,7 +55,6 @@ def checked_options(
 
     Raises:   TypeError, ValueError naming the keyword, the value and what it may be.
     """
-    _check_model(model)
     for name, value, allowed in (
         ("backend", backend, _BACKENDS),
         ("kernels", kernels, _KERNELS),
@@ -89,25 +88,6 @@ def checked_options(
         dump_graphs=None if dump_graphs is None else Path(dump_graphs),
         **torch_compile_kwargs,
     )
-
-
-def _check_model(model: nn.Module) -> None:
-    from xtrain.compiler.compiled_model import CompiledModel  # which needs Options itself
-
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
-    if isinstance(model, CompiledModel):
-        raise TypeError("model is compiled already; pass compiled.inner to compile it anew")
-    for name, child in (pair for m in model.modules() for pair in m.named_children()):
-        if isinstance(child, CompiledModel):
-            raise TypeError(
-                f"a part of the model, {name!r}, is compiled already; compile the whole or the part"
-            )
-    if hasattr(model, "_orig_mod") and type(model).__name__ == "OptimizedModule":
-        raise TypeError("model comes from torch.compile; pass the model itself (model._orig_mod)")
-    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        name = type(model).__name__
-        raise TypeError(f"compile the model inside {name}: {name}(xtrain.compile(model), ...)")
 
 
 def _probability(model: nn.Module, dropout: float | None) -> float:
