@@ -1,0 +1,267 @@
+"""Models that xtrain has never seen: exact residual sites, also when ops are spelt another way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from mask_oracle import keep_mask
+from torch import Tensor, nn
+
+import xtrain
+from xtrain.compiler import SiteError
+from xtrain.model import Block, Config, RMSNorm, Transformer
+from xtrain.rng import site_seed
+
+P = 0.5
+PAIR = ["attention", "feed_forward"]
+
+
+# --- transformers' families ---------------------------------------------------------------------
+
+SMALL = dict(
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    vocab_size=64,
+    intermediate_size=48,
+    max_position_embeddings=32,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+)
+GROUPED = dict(SMALL, num_key_value_heads=1, head_dim=16)
+GPT2 = dict(n_embd=32, n_layer=2, n_head=2, vocab_size=64, n_positions=32)
+GPT2 |= dict(bos_token_id=1, eos_token_id=2)
+MOE = dict(GROUPED, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+MOE |= dict(output_router_logits=True)
+T5 = dict(d_model=32, d_kv=16, d_ff=48, num_layers=2, num_heads=2, vocab_size=64)
+T5 |= dict(decoder_start_token_id=0)
+
+# family -> (configuration, [(block, its sites in the order of their adds)])
+FAMILIES = {
+    name: (values, [("model.layers.0", PAIR), ("model.layers.1", PAIR)])
+    for name, values in {
+        "llama": GROUPED,
+        "mistral": GROUPED,
+        "qwen3": GROUPED,
+        "gemma2": GROUPED,  # sandwich norm
+        "olmo2": dict(SMALL, num_key_value_heads=1),  # post norm
+        "phi3": dict(SMALL, num_key_value_heads=1),
+        "qwen3_moe": MOE,  # auxiliary router loss; graph breaks at the experts
+    }.items()
+}
+FAMILIES["gpt2"] = (GPT2, [("transformer.h.0", PAIR), ("transformer.h.1", PAIR)])
+FAMILIES["gpt_neox"] = (  # parallel residual: mlp + attention + stream
+    SMALL,
+    [("gpt_neox.layers.0", PAIR[::-1]), ("gpt_neox.layers.1", PAIR[::-1])],
+)
+FAMILIES["t5"] = (
+    T5,
+    [("encoder.block.0", PAIR), ("encoder.block.1", PAIR)]
+    + [(f"decoder.block.{i}", ["attention", "cross_attention", "feed_forward"]) for i in range(2)],
+)
+OWN_DROPOUT = {"gpt2", "t5"}
+
+
+def build(family):
+    transformers = pytest.importorskip("transformers")
+    values, blocks = FAMILIES[family]
+    config = transformers.AutoConfig.for_model(family, **values)
+    auto = transformers.AutoModelForSeq2SeqLM if family == "t5" else None
+    torch.manual_seed(0)
+    return (auto or transformers.AutoModelForCausalLM).from_config(config).train(), blocks
+
+
+def labelled(family, padded=False):
+    ids = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(1))
+    call = dict(input_ids=ids, labels=ids)
+    if padded:
+        mask = torch.ones_like(ids)
+        mask[0, 6:] = 0
+        call["attention_mask"] = mask
+    return call if family == "t5" else dict(call, use_cache=False)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sites_of_a_family(family):
+    model, blocks = build(family)
+    compiled = xtrain.compile(model, dropout=P, seed=1, backend="eager", existing="replace")
+    first = compiled(**labelled(family))
+    first.loss.backward()
+    report = compiled.report()
+    expected = [
+        (f"{path}.{site}", layer, site)
+        for layer, (path, sites) in enumerate(blocks)
+        for site in sites
+    ]
+    assert [(s.name, s.layer, s.site) for s in report.sites] == expected
+    assert {s.dropout for s in report.sites} == {"xtrain"}
+    assert report.uncovered == []
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+    if family not in OWN_DROPOUT:
+        assert report.unseeded == []
+        compiled.set_step(0)
+        assert torch.equal(compiled(**labelled(family)).logits, first.logits)
+        compiled.eval()
+        without = compiled(**labelled(family)).logits
+        assert torch.equal(without, model(**labelled(family)).logits)
+        assert not torch.equal(without, first.logits)
+
+
+@pytest.mark.parametrize("family", sorted(OWN_DROPOUT))
+def test_dropout_of_the_models_own_is_left_by_default(family):
+    model, blocks = build(family)
+    compiled = xtrain.compile(model, dropout=P, seed=1, backend="eager")
+    torch.manual_seed(3)
+    loss = compiled(**labelled(family)).loss
+    torch.manual_seed(3)
+    assert torch.equal(loss, model(**labelled(family)).loss), "nothing of ours was inserted"
+    report = compiled.report()
+    assert {s.dropout for s in report.sites} == {"model"}
+    assert len(report.sites) == sum(len(sites) for _, sites in blocks)
+    assert len(report.unseeded) > 0
+    (result,) = report.passes
+    assert result.skipped == {"the model's own dropout stays": len(report.sites)}
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_padding_masks_and_position_biases_are_no_sites(implementation):
+    """T5 adds one bias, with the mask in it, to the scores of every layer."""
+    model, blocks = build("t5")
+    model.set_attn_implementation(implementation)
+    compiled = xtrain.compile(model, dropout=P, seed=1, backend="eager", existing="replace")
+    compiled(**labelled("t5", padded=True))
+    assert len(compiled.report().sites) == 10
+
+
+def test_masks_of_a_foreign_model_are_the_oracles():
+    """Llama's branches are modules: hooks with NumPy's masks on the plain model are the truth."""
+    model, _ = build("llama")
+    compiled = xtrain.compile(model, dropout=P, seed=1, backend="eager")
+    found = compiled(**labelled("llama"))
+
+    def drop(layer, site, out):
+        keep = torch.from_numpy(keep_mask(tuple(out.shape), P, site_seed(1, 0, layer, site)))
+        return torch.where(keep, out * (1 / (1 - P)), 0.0)
+
+    for i, block in enumerate(model.model.layers):
+        block.self_attn.register_forward_hook(
+            lambda _, __, out, i=i: (drop(i, "attention", out[0]), *out[1:])
+        )
+        block.mlp.register_forward_hook(lambda _, __, out, i=i: drop(i, "feed_forward", out))
+    expected = model(**labelled("llama"))
+    assert torch.equal(found.logits, expected.logits) and torch.equal(found.loss, expected.loss)
+
+
+def test_gradient_checkpointing_and_gpt_neox_masks():
+    """The two branches of one add have masks of their own, recomputed or not."""
+    outs = []
+    for checkpointing in (False, True):
+        model, _ = build("gpt_neox")
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        compiled = xtrain.compile(model, dropout=P, seed=1, backend="eager")
+        out = compiled(**labelled("gpt_neox"))
+        out.loss.backward()
+        outs.append([out.logits, *(p.grad for p in model.parameters())])
+        assert len(compiled.report().sites) == 4
+    assert all(map(torch.equal, *outs))
+
+
+# --- row C16: numbers and spellings -------------------------------------------------------------
+
+
+class AddFunction(Block):
+    def forward(self, x, cos, sin):
+        x = torch.add(self.attention(self.attention_norm(x), cos, sin), x)
+        return torch.add(x, other=self.feed_forward(self.feed_forward_norm(x)), alpha=1)
+
+
+class AddInPlace(Block):
+    def forward(self, x, cos, sin):
+        x = x.clone()
+        x += self.attention(self.attention_norm(x), cos, sin)
+        h = self.feed_forward(self.feed_forward_norm(x))
+        h += x
+        return h
+
+
+class AddMethod(Block):
+    def forward(self, x, cos, sin):
+        x = x.add(self.attention(self.attention_norm(x), cos, sin))
+        return 1.0 * x + self.feed_forward(self.feed_forward_norm(x))
+
+
+class WeightFirst(RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * F.rms_norm(x, (x.shape[-1],), weight=None, eps=self.eps)
+
+
+def spelt(n_layers, block=Block, norm=RMSNorm):
+    torch.manual_seed(0)
+    model = Transformer(Config.preset("tiny", n_layers=n_layers))
+    for module in model.modules():
+        if type(module) in (Block, RMSNorm):
+            module.__class__ = block if type(module) is Block else norm
+    return model
+
+
+@pytest.mark.parametrize(
+    ("n_layers", "block", "norm"),
+    [
+        (1, Block, RMSNorm),
+        (4, Block, RMSNorm),
+        (4, AddFunction, RMSNorm),
+        (1, AddInPlace, RMSNorm),
+        (1, AddMethod, RMSNorm),
+        (4, AddMethod, WeightFirst),
+    ],
+)
+def test_two_sites_a_layer_in_every_spelling(n_layers, block, norm):
+    tokens = torch.arange(12).view(2, 6)
+    compiled = xtrain.compile(spelt(n_layers, block, norm), dropout=P, seed=1, backend="eager")
+    logits, _ = compiled(tokens)
+    expected = [(f"blocks.{i}.{site}", i, site) for i in range(n_layers) for site in PAIR]
+    assert [(s.name, s.layer, s.site) for s in compiled.report().sites] == expected
+    usual = xtrain.compile(spelt(n_layers, norm=norm), dropout=P, seed=1, backend="eager")
+    assert torch.equal(logits, usual(tokens)[0]), "another spelling, the same masks"
+
+
+def test_a_spelling_that_is_not_understood_is_loud():
+    class Lerp(Block):
+        def forward(self, x, cos, sin):
+            x = torch.lerp(x, x + self.attention_norm(x), 1.0)
+            return torch.stack((x, self.feed_forward(x))).sum(0)
+
+    with pytest.raises(SiteError, match="ran no residual site"):
+        xtrain.compile(spelt(2, Lerp), dropout=P, seed=1, backend="eager")(torch.zeros(1, 3).long())
+
+    class Half(Block):
+        def forward(self, x, cos, sin):
+            if self.odd:
+                return torch.stack((x, self.feed_forward(x))).sum(0)
+            return super().forward(x, cos, sin)
+
+    model = spelt(2, Half)
+    for i, layer in enumerate(model.blocks):
+        layer.odd = bool(i % 2)
+    with pytest.raises(SiteError, match=r"Half differ.*blocks.0: 2, blocks.1: 0"):
+        xtrain.compile(model, dropout=P, seed=1, backend="eager")(torch.zeros(1, 3).long())
+
+
+# --- torch's own layers -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_torchs_own_encoder_layers(norm_first):
+    layer = nn.TransformerEncoderLayer(
+        16, 2, 32, dropout=0.1, batch_first=True, norm_first=norm_first
+    )
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    compiled = xtrain.compile(model, dropout=P, seed=1, backend="eager", existing="replace")
+    compiled(torch.randn(2, 5, 16)).sum().backward()
+    names = [(s.name, s.dropout) for s in compiled.report().sites]
+    assert names == [(f"layers.{i}.{site}", "xtrain") for i in range(2) for site in PAIR]
+    unseeded = compiled.report().unseeded
+    assert sum("attention probabilities (p = 0.1)" in line for line in unseeded) == 2
