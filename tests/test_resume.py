@@ -185,7 +185,8 @@ class Process:
     def __init__(self, runner, *extra):
         script = (
             "import sys, time, torch; torch.set_num_threads(1)\n"
-            "from xtrain import train, update\n"
+            "from xtrain import train\n"
+            "from xtrain.training import update\n"
             "original = update.Updater.step\n"
             "def step(self, batch):\n"
             "    print('begin', batch.step, flush=True)\n"

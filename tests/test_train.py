@@ -340,6 +340,13 @@ def test_a_model_that_does_not_fit_the_data_is_refused(runner, capsys, flag, mes
     assert not runner.run("misfit").exists()
 
 
+def test_dropout_without_its_pass_is_one_line(runner, capsys):
+    flags = ("--dropout=0.1", "--disable-pass=insert_residual_dropout")
+    assert runner("--name=without", "--steps=2", *flags) == 1
+    assert "residual site" in error_line(capsys)
+    assert runner.records("without") == []
+
+
 def test_a_full_disk_is_one_line(runner, capsys, monkeypatch):
     def no_space(*_, **__):
         raise OSError(28, "No space left on device")
