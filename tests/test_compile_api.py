@@ -20,6 +20,7 @@ from xtrain.model import Config, Transformer
 from xtrain.rng import site_seed
 
 SHAPE = (4, 5, 8)
+SITES = ("attention", "feed_forward")
 
 
 def tokens(batch=4, length=5):
@@ -196,7 +197,7 @@ def test_report_needs_a_forward_and_prints_a_table():
     assert rows == [
         [f"blocks.{layer}.{site}", str(layer), site, "xtrain"]
         for layer in range(2)
-        for site in ("attention", "feed_forward")
+        for site in SITES
     ]
     assert any(line.startswith("insert_residual_dropout") for line in lines)
     assert "4 residual sites; graphs compiled: 1 for training, 0 for evaluation" in lines
@@ -311,7 +312,7 @@ def test_a_block_run_several_times_has_a_mask_for_each_run(compile_it):
     outs = compiled(tokens())
     for run, out in enumerate(outs):
         ending = f"_{run + 1}" if run else ""
-        for mask, kind in zip(decode_masks(out, 1), ("attention", "feed_forward"), strict=True):
+        for mask, kind in zip(decode_masks(out, 1), SITES, strict=True):
             keep = keep_mask(SHAPE, P, site_seed(0, 0, 0, kind + ending))
             assert torch.equal(mask, torch.from_numpy(keep))
     assert [s.layer for s in compiled.report().sites] == [0] * 6
@@ -336,3 +337,16 @@ def test_a_users_pass_runs_in_training_and_in_evaluation():
         compiled(tokens)
         compiled.eval()(tokens)
     assert len(seen) == 3
+
+
+def test_layers_that_share_a_part_keep_their_own_numbers():
+    """The shared parameters belong to no layer: a graph for all layers is told which one runs."""
+    outs, names = [], []
+    for compile_it in (xtrain.compile, xtrain.compile_blocks):
+        model = ProbeModel()
+        model.blocks[1].mlp = model.blocks[0].mlp
+        compiled = compile_it(model, dropout=P, seed=0, backend="eager")
+        outs.append(compiled(tokens()))
+        names.append([s.name for s in compiled.report().sites])
+    assert torch.equal(*outs) and names[0] == names[1]
+    assert names[0] == [f"blocks.{i}.{site}" for i in (0, 1) for site in SITES]
