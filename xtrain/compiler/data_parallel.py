@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -11,8 +12,8 @@ _ASK = (
     "; call set_step(step, first_sample) before each training forward to say which samples of the "
     "global batch it holds"
 )
-# Batch sizes that all ranks have been seen to agree on, per process group.
-_agreed: dict[Any, int] = {}
+# Batch sizes that all ranks have been seen to agree on, per model and process group.
+_agreed: WeakKeyDictionary[nn.Module, dict[Any, int]] = WeakKeyDictionary()
 
 
 def first_sample(model: nn.Module, batch: int, group: Any) -> int:
@@ -32,12 +33,14 @@ def first_sample(model: nn.Module, batch: int, group: Any) -> int:
         return 0
     if group is None:
         _refuse_model_parallel(model)
-    _check_equal(batch, world_size, group)
+    _check_equal(_agreed.setdefault(model, {}), batch, world_size, group)
     return dist.get_rank(group) * batch
 
 
-def _check_equal(batch: int, world_size: int, group: Any) -> None:
-    known = _agreed.get(group)
+def _check_equal(agreed: dict[Any, int], batch: int, world_size: int, group: Any) -> None:
+    dist = torch.distributed
+    key = dist.group.WORLD if group is None else group  # another one after a new initialisation
+    known = agreed.get(key)
     if known == batch:
         return
     if known is not None:
@@ -45,7 +48,6 @@ def _check_equal(batch: int, world_size: int, group: Any) -> None:
             f"this rank's batch changed from {known} to {batch} samples, so rank x batch no longer "
             "says which samples it holds" + _ASK
         )
-    dist = torch.distributed
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     mine = torch.tensor([batch], device=device)
     batches = [torch.empty_like(mine) for _ in range(world_size)]
@@ -53,7 +55,7 @@ def _check_equal(batch: int, world_size: int, group: Any) -> None:
     sizes = [int(b) for b in batches]
     if len(set(sizes)) > 1:
         raise ValueError(f"ranks hold batches of different sizes {sizes}" + _ASK)
-    _agreed[group] = batch
+    agreed[key] = batch
 
 
 def _refuse_model_parallel(model: nn.Module) -> None:
