@@ -121,8 +121,18 @@ def peak_memory_gib(device: torch.device | str) -> float:
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIB
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak * (1 if sys.platform == "darwin" else 1024) / GIB  # bytes there, KiB elsewhere
+    return _peak_resident_bytes() / GIB
+
+
+def _peak_resident_bytes() -> int:
+    """VmHWM where there is one: ru_maxrss starts at the size of whoever started the process."""
+    try:
+        with open("/proc/self/status") as status:
+            line = next(line for line in status if line.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024
+    except (OSError, StopIteration):
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak * (1 if sys.platform == "darwin" else 1024)  # bytes there, KiB elsewhere
 
 
 def reset_peak_memory(device: torch.device | str) -> None:
