@@ -1,0 +1,43 @@
+"""What the README's first screen shows is what its reader gets."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_pasted_example_prints_what_is_shown(tmp_path):
+    example, shown = re.search(r"```python\n(.*?)```\n```\n(.*?)```", README, re.S).groups()
+    assert len(example.strip().splitlines()) == 12
+    script = tmp_path / "example.py"
+    script.write_text(example)
+    output = subprocess.run(
+        [sys.executable, str(script)], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    for site in ("layers.0.attention", "layers.0.feed_forward", "layers.1.attention"):
+        assert f"model.{site}" in output and f"model.{site}" in shown
+    hashes = dict(re.findall(r"^(\w+ \w+) ([0-9a-f]{12})$", output, re.M))
+    ours = {hashes[f"xtrain {mode}"] for mode in ("eager", "inductor", "checkpointed", "bf16")}
+    assert len(ours) == 1 and ours.pop() in shown
+    assert hashes["torch eager"] != hashes["torch inductor"]
+
+
+def test_the_table_is_the_reports():
+    """Tokens/s of the README's table against the committed measurement."""
+    report = json.loads((ROOT / "bench/results/compare_124m_h200_2026-11.json").read_text())
+    text = json.dumps(report)
+    markdown = (ROOT / "bench/results/compare_124m_h200_2026-11.md").read_text()
+    rows = re.findall(r"^\| \**(?:xtrain|torch|eager)[^|]*\| (\d+)k \|", README, re.M)
+    in_report = {
+        round(int(n.replace(",", "")) / 1000) for n in re.findall(r"\d{3},\d{3}", markdown)
+    }
+    assert len(rows) == 4 and {int(n) for n in rows} <= in_report
+    assert "NVIDIA H200" in text
+    for ratio in ("1.012 [0.996, 1.036]", "0.990 [0.970, 1.012]", "1.030 [1.025, 1.042]"):
+        assert ratio in README and ratio in markdown
