@@ -99,8 +99,8 @@ def build_parser() -> Any:
     add("--threads", type=_positive, help="CPU threads (torch's default)")
     add("--dtype", choices=("fp32", "bf16"), help="bf16 is autocast (GPU: bf16, CPU: fp32)")
     add("--variants", default=",".join(DEFAULT_VARIANTS), help="comma-separated (all but eager-p0)")
-    add("--blocks", type=_positive, default=9, help="rounds of all variants (9)")
-    add("--steps", type=_positive, help="timed steps a block (GPU: 10, CPU: 3)")
+    add("--blocks", type=_positive, help="rounds of all variants (GPU: 9, CPU: 15)")
+    add("--steps", type=_positive, help="timed steps a block (GPU: 10, CPU: 2)")
     add("--seed", type=int, default=0, help="of weights, data and dropout (0)")
     add("--commit", help="commit to name in the report where the folder is no git checkout")
     add("--json", type=Path, metavar="FILE", help="write everything measured")
@@ -140,10 +140,10 @@ def resolve(flags: Namespace) -> tuple[Setting, Plan]:
         seed=flags.seed,
     )
     build_config(setting)
-    num_steps = flags.steps or (10 if kind == "cuda" else 3)
-    # A block on a GPU starts with an empty allocator: a step fills it, another settles the clocks.
-    num_warm_up = 3 if kind == "cuda" else 1
-    return setting, Plan(names, flags.blocks, num_steps, num_warm_up, flags.commit)
+    # A CPU is shared with whatever else runs: many short rounds lose few to a disturbance. A block
+    # on a GPU starts with an empty allocator: a step fills it, the next settle the clocks.
+    blocks, steps, warm_up = (9, 10, 3) if kind == "cuda" else (15, 2, 1)
+    return setting, Plan(names, flags.blocks or blocks, flags.steps or steps, warm_up, flags.commit)
 
 
 def run(setting: Setting, plan: Plan) -> tuple[dict[str, Any], dict[str, Outcome]]:
