@@ -104,6 +104,15 @@ class ParallelSummedFirst(ParallelResidual):
         return (self.marks[0](attention) + self.marks[1](feed_forward)) + x
 
 
+class ParallelUnderNoDropout(ParallelResidual):
+    """Falcon: the sum of the branches goes through the model's own dropout, whose p is 0."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        branches = self.marks[0](self.attention(F.rms_norm(x, (D,))))
+        branches += self.marks[1](self.feed_forward(F.layer_norm(x, (D,))))
+        return x + F.dropout(branches, 0.0, self.training)
+
+
 class SpeltOutAttention(PreNorm):
     """matmul, softmax, matmul; the mask, the additive bias and the scores are no sites."""
 
@@ -112,6 +121,16 @@ class SpeltOutAttention(PreNorm):
         scores = q @ k.transpose(-1, -2) / math.sqrt(D // N)
         scores = scores + torch.full((T, T), -1e9).triu(1).expand(B, N, T, T)
         return self.linears[3]((scores.softmax(-1) @ v).transpose(1, 2).flatten(-2))
+
+
+class AlibiAttention(SpeltOutAttention):
+    """Bloom: the product of queries and keys is added to a bias that no layer computes."""
+
+    def attention(self, x: Tensor) -> Tensor:
+        q, k, v = (proj(x) for proj in self.linears[:3])
+        bias = torch.arange(float(T)).expand(B, 1, T)
+        scores = bias.baddbmm(batch1=q, batch2=k.transpose(1, 2), beta=1.0, alpha=D**-0.5)
+        return self.linears[3](torch.bmm(scores.softmax(-1), v))
 
 
 class CrossAttention(Model):
@@ -418,7 +437,9 @@ SITES: dict[str, Callable[[], tuple[Model, tuple[Tensor, ...]]]] = {
         (PostNorm, ()),
         (ParallelResidual, ()),
         (ParallelSummedFirst, ()),
+        (ParallelUnderNoDropout, ()),
         (SpeltOutAttention, ()),
+        (AlibiAttention, ()),
         (CrossAttention, (stream(1),)),
         (SharedBias, (torch.zeros(B, 1, T, T),)),
         (MixtureOfExperts, ()),

@@ -53,7 +53,14 @@ def _kind_of_spelt_out_attention(members: list[fx.Node], own: Container[fx.Node]
     after = next((i for i, name in enumerate(names) if name in fx_utils.SOFTMAX), len(members))
     for node in members[after:]:
         if fx_utils.op_name(node) in fx_utils.CONTRACTION:
-            values = [n for n in node.all_input_nodes if not made_of_parameters(n)]
+            added = fx_utils.operand(node, 0, "input") if _adds_its_first(node) else None
+            values = [n for n in node.all_input_nodes if n is not added]
+            values = [n for n in values if not made_of_parameters(n)]
             if len(values) >= 2:
                 return ATTENTION if all(n in own for n in values) else CROSS_ATTENTION
     return FEED_FORWARD
+
+
+def _adds_its_first(node: fx.Node) -> bool:
+    """Whether a contraction adds its first operand to the product: a bias, such as ALiBi's."""
+    return fx_utils.op_name(node) in ("baddbmm", "addbmm", "addmm")

@@ -27,6 +27,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from xtrain.passes import fx_utils
 from xtrain.passes.branch_kind import branch_kind
 from xtrain.passes.values import (
+    is_absent_dropout,
     is_active_dropout,
     is_parameter,
     parameters_read_by,
@@ -95,9 +96,12 @@ class _Finder:
 
         Routed plus shared experts are summed inside the feed-forward module and so make one
         branch of the block's add; attention + feed-forward of a parallel block are summed in the
-        block's own code and so stay two. h + h is one value, not two addends.
+        block's own code and so stay two, also under a dropout of p = 0 (Falcon). h + h is one
+        value, not two addends.
         """
         users = list(node.users)
+        while len(users) == 1 and is_absent_dropout(users[0]):
+            users = list(users[0].users)
         if len(users) != 1 or not self.is_candidate(users[0]):
             return None
         if any(a is b for a, b in map(fx_utils.add_operands, (node, users[0]))):
@@ -109,8 +113,11 @@ class _Finder:
         """The (add, operand) pairs of a chain of single-use adds, left to right."""
         for operand in fx_utils.add_operands(add):
             assert isinstance(operand, fx.Node)
-            if self.is_candidate(operand) and self._outer_add(operand) is add:
-                yield from self._addends(operand)
+            link = operand
+            while is_absent_dropout(link):
+                link = fx_utils.operand(link, 0, "input")
+            if self.is_candidate(link) and self._outer_add(link) is add:
+                yield from self._addends(link)
             else:
                 yield add, operand
 

@@ -61,6 +61,11 @@ def is_active_dropout(node: fx.Node) -> bool:
     return bool(p) and training is not False
 
 
+def is_absent_dropout(node: fx.Node) -> bool:
+    """Return whether a node is a dropout that hands its operand on as it is."""
+    return fx_utils.op_name(node) in fx_utils.DROPOUT and not is_active_dropout(node)
+
+
 def is_xtrain_op(node: fx.Node) -> bool:
     """Return whether a node calls one of xtrain's own ops."""
     target = node.target
