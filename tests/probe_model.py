@@ -68,6 +68,7 @@ class ProbeModel(nn.Module):
         nn.init.zeros_(self.embedding.weight)
         self.blocks = nn.ModuleList(Block(shape, i) for i in range(num_layers))
         self.checkpointed = checkpointed
+        self.use_reentrant = False
         self.breaks = breaks
         for block in self.blocks:
             block.break_between = breaks == "between the branches"
@@ -85,7 +86,7 @@ class ProbeModel(nn.Module):
             return x
         for block in self.blocks:
             if self.checkpointed:
-                x = checkpoint(block, x, use_reentrant=False)
+                x = checkpoint(block, x, use_reentrant=self.use_reentrant)
             else:
                 x = block(x)
         return x

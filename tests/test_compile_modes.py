@@ -84,8 +84,11 @@ def test_masks_block_by_block(backend):
     assert compiled.report().num_train_graphs == 1, "four equal layers share one graph"
 
 
-def test_masks_block_by_block_with_checkpoints_around_each():
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_masks_block_by_block_with_checkpoints_around_each(use_reentrant):
+    """Reentrant: the forward runs under no_grad, so its graph is not the recompute's."""
     model = ProbeModel(num_layers=3, checkpointed=True)
+    model.use_reentrant = use_reentrant
     compiled = xtrain.compile_blocks(model, dropout=P, seed=SEED, backend="aot_eager")
     for step in range(2):
         check_step(compiled, model, step, num_layers=3)

@@ -67,15 +67,23 @@ class Seeds:
         call = self.session.call
         tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
         if call is None:
-            return self.session.ledger.find(id(self), tensors)
+            return self.session.ledger.find(self._scope(), tensors)
         seeds = torch.tensor(self.numbers(call, inputs), dtype=torch.int64)
         if self.device.type == "cuda":
             seeds = seeds.pin_memory().to(self.device, non_blocking=True)
         elif self.device.type != "cpu":
             seeds = seeds.to(self.device)
         if not self.is_whole:
-            self.session.ledger.record(id(self), tensors, seeds)
+            self.session.ledger.record(self._scope(), tensors, seeds)
         return seeds
+
+    def _scope(self) -> tuple[Any, ...]:
+        """What a recompute shares with the forward that it repeats, beside the input tensors.
+
+        Not this graph: a reentrant checkpoint runs the forward without gradients and the recompute
+        with them, and Dynamo traces the two apart.
+        """
+        return self.session.block, *((slot.kind, slot.path) for slot in self.slots)
 
     def numbers(self, call: Call, inputs: Sequence[Any]) -> list[int]:
         """Return the (seed, offset) pairs of this call, flat, and mark the sites as executed."""
