@@ -227,7 +227,7 @@ def test_report_lists_what_stays_unseeded_and_uncovered():
     compiled = probe(Loose(), strict=False)
     compiled(tokens())
     lines = str(compiled.report()).splitlines()
-    assert "unseeded: dropout in L['_xtrain_model']" in lines
+    assert "unseeded: dropout in the model" in lines
     reason = "the add writes into the branch, which has other readers"
     assert f"uncovered: feed_forward in the model's own forward: {reason}" in lines
     with pytest.raises(SiteError, match=f"gets no dropout: feed_forward.*{reason}.*strict=False"):

@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from xtrain import passes, torch_compat
-from xtrain.compiler.seeds import Seeds, is_entry, readable_path
+from xtrain.compiler.seeds import ENTRY_ROOT, Seeds, is_entry, readable_path
 from xtrain.compiler.session import Session, SiteError
 from xtrain.passes import fx_utils
 from xtrain.passes.insert_residual_dropout import InsertResult, insert_residual_dropout
@@ -46,7 +46,11 @@ class Backend:
         if not self.training:
             return self._compile(inner, module, inputs, key)
         report.passes += results
-        report.unseeded += [line for line in inserted.unseeded if line not in report.unseeded]
+        unseeded = [
+            line.replace(f"{ENTRY_ROOT}.", "").replace(ENTRY_ROOT, "the model")
+            for line in inserted.unseeded
+        ]
+        report.unseeded += [line for line in unseeded if line not in report.unseeded]
         self._check_covered(module, inserted)
         seeds = Seeds(session, module, inserted.slots)
         if not seeds.num_rows:
