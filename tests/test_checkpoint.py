@@ -104,6 +104,21 @@ def test_a_damaged_manifest_is_no_checkpoint(tmp_path):
     assert "newer xtrain (format 99)" in checkpoint.newest_complete(tmp_path)[1][0]
 
 
+@pytest.mark.parametrize("keep_last", [1, 2, 3])
+def test_a_damaged_checkpoint_takes_nobodys_place(tmp_path, keep_last):
+    """A run resumed before a damaged checkpoint saves at earlier steps, and must keep those."""
+    for step in (2, 4, 6, 10):
+        write(tmp_path, step, keep_last=4)
+    for step in (6, 10):
+        (tmp_path / f"step_{step:08d}" / "model.safetensors").write_bytes(b"")
+    newest = write(tmp_path, 8, keep_last=keep_last)
+    kept = [2, 4, 8][-keep_last:]
+    assert names(tmp_path) == [f"step_{step:08d}" for step in (*kept, 10)]
+    assert checkpoint.newest_complete(tmp_path)[0] == newest
+    assert_is_step(checkpoint.read(write(tmp_path, 10, keep_last=1)), 10)
+    assert names(tmp_path) == ["step_00000010"]
+
+
 def test_leftovers_are_never_taken_and_go_with_the_next_save(tmp_path):
     complete = write(tmp_path, 5)
     shutil.copytree(complete, tmp_path / ".tmp-step_00000009-77")

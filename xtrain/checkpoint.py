@@ -56,7 +56,7 @@ def write(
     *,
     keep_last: int,
 ) -> Path:
-    """Write the checkpoint of `step` finished steps and drop all but the newest keep_last.
+    """Write the checkpoint of `step` finished steps; keep it and the keep_last - 1 before it.
 
     Args:     tensors: file stem -> name -> tensor, such as {"model": ..., "optimizer": ...}.
               state: anything JSON holds; "format" and "step" are added.
@@ -83,8 +83,7 @@ def write(
             f"checkpoints are untouched ({newest}); free some space and resume"
         ) from error
     _remove_leftovers(folder)
-    for _, path in steps(folder)[:-keep_last]:
-        _discard(path)
+    _drop_old(folder, step, keep_last)
     return final
 
 
@@ -107,8 +106,11 @@ def newest_complete(folder: Path) -> tuple[Path | None, list[str]]:
     return None, passed_over
 
 
-def defect(path: Path) -> str | None:
-    """Return what is wrong with a checkpoint's files, None if they are as they were written."""
+def defect(path: Path, *, contents: bool = True) -> str | None:
+    """Return what is wrong with a checkpoint's files, None if they are as they were written.
+
+    contents: read every byte, not the sizes alone.
+    """
     try:
         manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
         files = manifest["files"]
@@ -118,7 +120,7 @@ def defect(path: Path) -> str | None:
             size = (path / name).stat().st_size
             if size != expected["bytes"]:
                 return f"{name} has {size} bytes, not {expected['bytes']}"
-        for name, expected in files.items():
+        for name, expected in files.items() if contents else ():
             if _sha256(path / name) != expected["sha256"]:
                 return f"{name} is damaged (its SHA-256 differs)"
     except FileNotFoundError as error:
@@ -193,6 +195,20 @@ def _sha256(path: Path) -> str:
 
 def _match(path: Path) -> re.Match[str] | None:
     return _FOLDER_NAME.fullmatch(path.name)
+
+
+def _drop_old(folder: Path, step: int, keep_last: int) -> None:
+    """Delete the checkpoints before step, all but the newest keep_last - 1 whole ones.
+
+    One after it, which the resume has passed over as damaged, takes nobody's place: it stays until
+    the run reaches its step.
+    """
+    older = [path for number, path in steps(folder) if number < step]
+    whole = [path for path in older if defect(path, contents=False) is None]
+    kept = whole[max(len(whole) - (keep_last - 1), 0) :]
+    for path in older:
+        if path not in kept:
+            _discard(path)
 
 
 def _discard(path: Path) -> None:
