@@ -1,5 +1,6 @@
 """Which files are read, what documents they give, and the one-line error of each thing wrong."""
 
+import glob
 import json
 import os
 import sys
@@ -12,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from xtrain.data import DataError, open_corpus
-from xtrain.data.sources import TEXT_SUFFIXES, list_sources, list_stdlib
+from xtrain.data.sources import TEXT_SUFFIXES, _matches, list_sources, list_stdlib
 
 
 @pytest.fixture
@@ -97,6 +98,31 @@ def test_globs_and_repeats(tmp_path, read):
     assert read(b, a, tmp_path / "x") == "b\na"
     listing = list_sources([str(b), str(a), str(tmp_path / "x")])
     assert listing.left_out["named twice"] == 2
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    "** * **/* */*.txt **/b/*.txt a/** a/**/b/* **/**/[bc]*.txt .*/* */../b.txt ./**/*.txt a*/ "
+    "a/b/../*.txt none/* b.txt/* ?.txt".split(),
+)
+@pytest.mark.parametrize("absolute", [False, True])
+def test_a_pattern_matches_what_glob_matches(tmp_path, monkeypatch, pattern, absolute):
+    for name in ("b.txt", "a/b.txt", "a/b/c.txt", "a/b/b/d.md", "a/.h/e.txt", ".g/f.txt", "ab/b"):
+        write(tmp_path / "root" / name, "t")
+    (tmp_path / "root/gone.txt").symlink_to("nowhere")
+    monkeypatch.chdir(tmp_path / "root")
+    pattern = f"{tmp_path}/root/{pattern}" if absolute else pattern
+    expected = {os.path.normpath(path) for path in glob.glob(pattern, recursive=True)}
+    assert {os.path.normpath(path) for path in _matches("", pattern.split("/"))} == expected
+
+
+def test_links_among_folders_do_not_multiply(tmp_path, read):
+    write(tmp_path / "x/a.txt", "a")
+    for name in ("one", "two"):
+        (tmp_path / "x" / name).symlink_to(".")  # glob.glob finds 2^40 paths here
+    listing = list_sources([str(tmp_path / "x/**/*.txt")])
+    assert len(listing.sources) == 1 and not listing.left_out["named twice"]
+    assert read(tmp_path / "x/**") == read(tmp_path / "**/*.txt") == "a"
 
 
 def test_home_is_expanded(tmp_path, read, monkeypatch):

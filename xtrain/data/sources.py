@@ -7,6 +7,7 @@ besides data is left out and counted, never skipped in silence; what is named ou
 
 from __future__ import annotations
 
+import fnmatch
 import glob
 import os
 import sys
@@ -125,7 +126,7 @@ def _expand(name: str, left_out: Counter[str]) -> Iterator[Source]:
     path = os.path.expanduser(name)
     # A file whose own name holds [ or * wins over its reading as a pattern.
     if not os.path.lexists(path) and glob.has_magic(path):
-        for match in sorted(glob.glob(path, recursive=True)):
+        for match in sorted(set(_matches("", path.split("/")))):
             if os.path.isdir(match):
                 yield from _folder(match, left_out)
             elif (source := _classify(match, left_out)) is not None:
@@ -143,6 +144,46 @@ def _expand(name: str, left_out: Counter[str]) -> Iterator[Source]:
         yield Source(KINDS[suffix], path)
     else:
         raise DataError(_unknown_suffix(name))
+
+
+def _matches(folder: str, parts: list[str]) -> Iterator[str]:
+    """Yield what a pattern, split at its slashes, matches below folder; unsorted, with repeats.
+
+    As glob.glob does, but `**` follows no links to folders: with two links to a folder above them
+    glob would walk 2^40 paths.
+    """
+    if not parts:
+        if folder:
+            yield folder
+        return
+    first, rest = parts[0], parts[1:]
+    if not glob.has_magic(first):
+        path = os.path.join(folder, first) or "/"  # empty before an absolute pattern's first slash
+        if os.path.lexists(path):
+            yield from _matches(path, rest)
+        return
+    if first == "**":
+        yield from _matches(folder, rest)
+    for name, is_folder, is_link in _entries(folder):
+        path = os.path.join(folder, name)
+        if name.startswith(".") and not first.startswith("."):
+            continue
+        if first == "**":
+            if is_folder and not is_link:
+                yield from _matches(path, parts)
+            elif not is_folder and not rest:
+                yield path
+        elif fnmatch.fnmatchcase(name, first) and (is_folder or not rest):
+            yield from _matches(path, rest)
+
+
+def _entries(folder: str) -> list[tuple[str, bool, bool]]:
+    """Return (name, is a folder, is a link) of what a folder holds; none if it cannot be read."""
+    try:
+        with os.scandir(folder or ".") as entries:
+            return [(entry.name, entry.is_dir(), entry.is_symlink()) for entry in entries]
+    except OSError:
+        return []
 
 
 def _folder(root: str, left_out: Counter[str]) -> Iterator[Source]:
