@@ -29,6 +29,7 @@ from xtrain.data.errors import DataError
 FORMAT_VERSION = 1  # part of every key: raise it when the same content must give other ids
 _MAGIC = "xtrain-tokens"
 _HEADER_BYTES = 4096
+_BLOCK_BYTES = 1 << 22
 _STALE_SECONDS = 24 * 3600  # where locks say nothing
 
 Ids = npt.NDArray[np.unsignedinteger]
@@ -59,7 +60,8 @@ def cached_tokens(
     if tokens is not None:
         return tokens
     with writing(path, say):
-        tokens = open_tokens(path, key, dtype)  # by whoever held the lock before us
+        # by whoever held the lock before us; a damaged one has been reported
+        tokens = open_tokens(path, key, dtype, warn=False)
         if tokens is None:
             with atomic_file(path) as file:
                 _write_tokens(file, key, dtype, build())
@@ -71,12 +73,13 @@ def cached_tokens(
     return tokens
 
 
-def open_tokens(path: Path, key: str, dtype: np.dtype) -> np.memmap | None:
+def open_tokens(path: Path, key: str, dtype: np.dtype, *, warn: bool = True) -> np.memmap | None:
     """Map a file of the cache, or return None when it is absent or, with a warning, damaged."""
     try:
         with open(path, "rb") as file:
             header = file.read(_HEADER_BYTES)
             size = os.fstat(file.fileno()).st_size
+            checksum = _checksum(file)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -88,10 +91,21 @@ def open_tokens(path: Path, key: str, dtype: np.dtype) -> np.memmap | None:
         problem = "its header is not intact"
     elif size != expected:
         problem = f"it has {size} bytes instead of {expected}"
+    elif meta.get("tokens_crc32") != checksum:
+        problem = "its checksum differs"
     else:
         return np.memmap(path, dtype=dtype, mode="r", offset=_HEADER_BYTES, shape=(count,))
-    warn_damaged(path, problem)
+    if warn:
+        warn_damaged(path, problem)
     return None
+
+
+def _checksum(file: BinaryIO) -> int:
+    """Return the CRC-32 of the rest of a file, read in blocks: mapped pages would count as ours."""
+    checksum = 0
+    while block := file.read(_BLOCK_BYTES):
+        checksum = zlib.crc32(block, checksum)
+    return checksum
 
 
 def warn_damaged(path: Path, problem: str) -> None:
@@ -101,14 +115,17 @@ def warn_damaged(path: Path, problem: str) -> None:
 
 def _write_tokens(file: BinaryIO, key: str, dtype: np.dtype, arrays: Iterable[Ids]) -> None:
     file.write(bytes(_HEADER_BYTES))
-    count = 0
+    count = checksum = 0
     for ids in arrays:
-        file.write(np.ascontiguousarray(ids, dtype=dtype).data)
+        block = np.ascontiguousarray(ids, dtype=dtype).data
+        file.write(block)
+        checksum = zlib.crc32(block, checksum)
         count += ids.size
     if count == 0:
         raise DataError("the data are empty: no text in any document")
     file.seek(0)
-    file.write(_header({"key": key, "dtype": dtype.str, "num_tokens": count}))
+    meta = {"key": key, "dtype": dtype.str, "num_tokens": count, "tokens_crc32": checksum}
+    file.write(_header(meta))
 
 
 def _header(meta: dict[str, Any]) -> bytes:
