@@ -92,6 +92,14 @@ def test_frequencies_are_those_of_softmax_and_top_k():
         assert torch.all((rate - probability).abs() <= 5 * sigma)
 
 
+@pytest.mark.parametrize("temperature", [1e-5, 1e-40, 1e-300])
+def test_a_temperature_near_zero_is_greedy(temperature):
+    table = torch.tensor([[-3e4, 3e4 - 1.0, 3e4], [5.0, 4.0, -5.0], [0.0, 2.0, 1.0]])
+    greedy = generate(Fixed(table), [0], num_tokens=6, vocab_size=3, temperature=0)
+    low = generate(Fixed(table), [0], num_tokens=6, vocab_size=3, temperature=temperature)
+    assert low == greedy == [2, 1, 0, 2, 1, 0]
+
+
 def test_context_end_and_mode():
     cycle = torch.full((4, 4), -100.0)
     for token in range(4):
@@ -125,6 +133,11 @@ def test_the_command_continues_a_run(runner, monkeypatch, capsys):
     assert "did you mean counts?" in capsys.readouterr().err
     assert command.main(["--run=counts", "--tokens=-1"]) == 2
     assert "--tokens must be at least 0" in capsys.readouterr().err
+    for value in ("nan", "inf", "-1"):
+        assert command.main(["--run=counts", f"--temperature={value}"]) == 2
+        assert "--temperature must be at least 0 and finite" in capsys.readouterr().err
+    assert command.main(["--run=counts", f"--seed={2**64}"]) == 2
+    assert "--seed must be from" in capsys.readouterr().err
 
 
 def test_the_module_runs_as_a_command():

@@ -21,6 +21,7 @@ from xtrain import checkpoint, train
 from xtrain.config import RunConfig
 from xtrain.data import Batches, load_tokenizer
 from xtrain.training import session
+from xtrain.training.run_folder import RunFolder, metrics_line
 
 
 @pytest.fixture
@@ -175,7 +176,7 @@ def test_a_name_is_never_used_twice(runner, capsys):
     error = capsys.readouterr().err
     assert "exists already: add --resume to continue that run, or choose another --name" in error
     assert (runner.run("mine") / "metrics.jsonl").read_text() == before
-    assert runner("--name=a/b", "--steps=1") == 2
+    assert [runner("--name=a/b", "--steps=1"), runner("--name=..", "--steps=1")] == [2, 2]
     assert [runner("--steps=1"), runner("--steps=1")] == [0, 0]
     assert sorted(p.name for p in (runner.folder / "runs").iterdir()) == ["mine", "tiny", "tiny-2"]
 
@@ -358,6 +359,21 @@ def test_a_full_disk_is_one_line(runner, capsys, monkeypatch):
     assert checkpoint.steps(runner.run("full") / "checkpoints") == []
 
 
+def test_a_disk_full_of_other_files_is_one_line_too(runner, capsys, monkeypatch):
+    def no_space(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(session, "plot_losses", no_space)  # costs the picture alone
+    assert runner("--name=plot", "--steps=1") == 0
+    assert "warning: cannot write" in capsys.readouterr().out
+    monkeypatch.setattr(RunFolder, "open_metrics", lambda *_: open("/dev/full", "w", buffering=1))
+    assert runner("--name=metrics", "--steps=1") == 1
+    assert re.search(r"cannot write .*No space left.*No checkpoint", error_line(capsys))
+    monkeypatch.setattr(RunFolder, "write_config", no_space)
+    assert runner("--name=config", "--steps=1") == 1
+    assert "No space left" in error_line(capsys) and not runner.run("config").exists()
+
+
 def test_warnings_are_shown_in_one_line(runner, capsys, monkeypatch):
     def train_with_a_warning(config, resume):
         warnings.warn("look\nhere", UserWarning, stacklevel=1)
@@ -369,8 +385,6 @@ def test_warnings_are_shown_in_one_line(runner, capsys, monkeypatch):
 
 
 def test_records_are_json_whatever_the_numbers(tmp_path):
-    from xtrain.training.run_folder import RunFolder, metrics_line
-
     run = RunFolder(tmp_path)
     with run.open_metrics(0) as file:
         for step in range(5):

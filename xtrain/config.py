@@ -20,6 +20,7 @@ import tomli_w
 
 from xtrain.config_fields import ConfigError, Section, kinds_of, option, type_hints, unknown
 
+SEED_RANGE = -(2**63), 2**64 - 1  # what torch's generators take
 PRESETS = ("tiny", "small", "124m", "350m", "1b", "8b")  # those of xtrain.model
 
 
@@ -94,7 +95,12 @@ class TrainSection(Section):
         unit="sequences",
         at_least=1,
     )
-    seed: int = option(0, "of the initial weights, the order of data, dropout and text samples")
+    seed: int = option(
+        0,
+        "of the initial weights, the order of data, dropout and text samples",
+        at_least=SEED_RANGE[0],
+        at_most=SEED_RANGE[1],
+    )
     eval_interval: int | None = option(
         None,
         "between validations, the last step always; 0: never; none: by the preset",
@@ -134,8 +140,8 @@ class OptimSection(Section):
     decay_fraction: float = option(
         0.2, "last part of a wsd schedule in which it falls", at_least=0, at_most=1
     )
-    beta1: float = option(0.9, "decay of the mean of gradients", at_least=0, at_most=1)
-    beta2: float = option(0.95, "decay of the mean of their squares", at_least=0, at_most=1)
+    beta1: float = option(0.9, "decay of the mean of gradients", at_least=0, below=1)
+    beta2: float = option(0.95, "decay of the mean of their squares", at_least=0, below=1)
     eps: float = option(1e-8, "added to the root of the second mean", above=0)
     weight_decay: float = option(0.1, "of matrices; norms and embeddings have none", at_least=0)
     grad_clip: float = option(1.0, "largest norm of all gradients; 0: no clipping", at_least=0)

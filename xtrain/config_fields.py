@@ -21,7 +21,7 @@ class ConfigError(ValueError):
 def option(default: Any, meaning: str, **limits: Any) -> Any:
     """Return a dataclass field that carries its meaning.
 
-    limits: any of unit, choices, at_least, above, at_most.
+    limits: any of unit, choices, at_least, above, below, at_most.
     """
     return field(default=default, metadata={"meaning": meaning, **limits})
 
@@ -98,5 +98,7 @@ def _check_limits(name: str, value: Any, limits: Mapping[str, Any]) -> None:
         raise ConfigError(f"{name} must be at least {limits['at_least']}, got {value}")
     if "above" in limits and value <= limits["above"]:
         raise ConfigError(f"{name} must be above {limits['above']}, got {value}")
+    if "below" in limits and value >= limits["below"]:
+        raise ConfigError(f"{name} must be below {limits['below']}, got {value}")
     if "at_most" in limits and value > limits["at_most"]:
         raise ConfigError(f"{name} must be at most {limits['at_most']}, got {value}")

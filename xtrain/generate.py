@@ -7,12 +7,13 @@ of its own, on the CPU, and neither reads nor moves torch's default one.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from xtrain.config import ConfigError, RunConfig
+from xtrain.config import SEED_RANGE, ConfigError, RunConfig
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -71,7 +72,9 @@ def _draw(logits: Tensor, temperature: float, top_k: int, generator) -> int:
     if temperature == 0:
         return int(logits.argmax())
     values, ids = logits.topk(min(top_k or len(logits), len(logits)))
-    choice = torch.multinomial((values / temperature).softmax(-1), 1, generator=generator)
+    # the largest becomes 0, in double: no quotient overflows, however low the temperature
+    scaled = (values - values[0]).double() / temperature
+    choice = torch.multinomial(scaled.softmax(-1).float(), 1, generator=generator)
     return int(ids[choice])
 
 
@@ -120,8 +123,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from xtrain.training.run_folder import find
 
         for name in ("tokens", "temperature", "top_k"):
-            if getattr(args, name) < 0:
-                raise ConfigError(f"--{name.replace('_', '-')} must be at least 0")
+            value = getattr(args, name)
+            if value < 0 or not math.isfinite(value):
+                flag = name.replace("_", "-")
+                raise ConfigError(f"--{flag} must be at least 0 and finite, got {value}")
+        if not SEED_RANGE[0] <= args.seed <= SEED_RANGE[1]:
+            raise ConfigError(f"--seed must be from -2^63 to 2^64 - 1, got {args.seed}")
         device, _ = choose_device(args.device)
         run = find(Path(RunConfig().run.folder), args.run)
         model, tokenizer, _ = load_run(run, device)

@@ -54,7 +54,7 @@ def plot_losses(records: Iterable[Mapping[str, Any]], path: Path, title: str) ->
     axes.set_title(title, fontsize=11)
     axes.set_xlabel("optimiser step")
     axes.set_ylabel("loss (nats per token)")
-    axes.margins(x=0.02)
+    axes.margins(x=0.02, y=0.1)  # y: room for the number below the last point
     axes.grid(color="0.9")
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

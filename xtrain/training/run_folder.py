@@ -81,7 +81,7 @@ def create(folder: Path, name: str, preset: str) -> RunFolder:
     Raises: ConfigError if the name is taken or cannot be a folder's name.
     """
     if name:
-        if Path(name).name != name:
+        if Path(name).name != name or name == "..":
             raise ConfigError(
                 f"run.name must be the name of a folder, got {name!r}; see run.folder"
             )
@@ -145,5 +145,9 @@ def _last_change(run: RunFolder) -> float:
 
 def _replace_text(path: Path, text: str) -> None:
     temp = path.with_name(f".{path.name}.{os.getpid()}")
-    temp.write_text(text, encoding="utf-8")
-    os.replace(temp, path)
+    try:
+        temp.write_text(text, encoding="utf-8")
+        os.replace(temp, path)
+    except OSError:
+        temp.unlink(missing_ok=True)
+        raise

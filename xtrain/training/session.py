@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from xtrain.config import RunConfig
@@ -21,6 +24,7 @@ from xtrain.training.update import TrainingError
 log = logging.getLogger(__name__)
 
 PROMPT_TOKENS = 32  # from the data, where the user names no prompt
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
 def train(config: RunConfig, resume: ResumePoint | None = None) -> int:
@@ -42,10 +46,13 @@ def train(config: RunConfig, resume: ResumePoint | None = None) -> int:
             config.run.dtype,
         )
     if resume is not None:
-        return _train(_build(config, resume.run, versions, resume))
+        with _disk_errors(resume.run):
+            trainer = _build(config, resume.run, versions, resume)
+        return _train(trainer)
     run = run_folder.create(Path(config.run.folder), config.run.name, config.model.preset)
     try:
-        trainer = _build(config, run, versions, None)
+        with _disk_errors(run):
+            trainer = _build(config, run, versions, None)
     except BaseException:
         run.remove_if_unused()  # its name stays free
         raise
@@ -84,7 +91,8 @@ def _build(
         trainer.restore(resume.saved)
         log.info("continuing after step %d of %s", resume.saved.step, resume.saved.path)
     run.write_config(config, versions)
-    corpus.tokenizer.save(run.tokenizer)
+    if not run.tokenizer.exists():  # resumed: the same one, as its fingerprint says
+        corpus.tokenizer.save(run.tokenizer)
     return trainer
 
 
@@ -94,11 +102,12 @@ def _train(trainer: Trainer) -> int:
     if trainer.first_step == 0:
         _log_sample(trainer, "before training")
     try:
-        received = trainer.run()
+        with _disk_errors(run):
+            received = trainer.run()
     except TrainingError as error:
         raise TrainingError(f"{error}. {_how_to_resume(trainer)}") from error
     finally:
-        plot_losses(run.read_metrics(), run.plot, f"{run.name}: {_title(trainer)}")
+        _plot(trainer)
     if received is not None:
         name = signal.Signals(received).name
         log.info("stopped by %s. %s", name, _how_to_resume(trainer))
@@ -106,6 +115,29 @@ def _train(trainer: Trainer) -> int:
     _log_sample(trainer, "after training")
     _log_end(trainer, time.perf_counter() - started)
     return 0
+
+
+@contextmanager
+def _disk_errors(run: RunFolder) -> Iterator[None]:
+    """Say in one line that the disk is full or broken."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        raise TrainingError(
+            f"cannot write {error.filename or run.path}: {error.strerror}"
+        ) from error
+
+
+def _plot(trainer: Trainer) -> None:
+    """Draw loss.png; a run that trained, or that ends with an error, does not end with this one."""
+    run = trainer.parts.run
+    try:
+        plot_losses(run.read_metrics(), run.plot, f"{run.name}: {_title(trainer)}")
+    except OSError as error:
+        run.plot.unlink(missing_ok=True)
+        log.warning("cannot write %s: %s", run.plot, error.strerror)
 
 
 def _log_config(config: RunConfig) -> None:
