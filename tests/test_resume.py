@@ -16,7 +16,7 @@ from training import running
 from xtrain import checkpoint, train
 from xtrain.compiler import CompiledModel
 from xtrain.config import RunConfig
-from xtrain.training import session
+from xtrain.training import run_folder, session
 
 # Two micro-batches a step and dropout: what a resume could lose is in use.
 FLAGS = ("--dropout=0.3", "--set=train.micro_batch_size=2", "--set=optim.schedule_steps=10")
@@ -265,3 +265,14 @@ def test_a_kill_loses_only_what_was_not_saved(runner):
     assert newest(runner, "run").step == 4
     assert resume(runner, "run") == 0
     assert_same_end(runner, "run", "straight")
+
+
+def test_a_start_without_checkpoint_hides_no_run(tmp_path):
+    """--resume alone takes the run that can be continued, not the newest folder."""
+    for name in ("older", "newer"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.toml").write_text("")
+    (tmp_path / "older" / "checkpoints" / "step_00000004").mkdir(parents=True)
+    os.utime(tmp_path / "older" / "checkpoints" / "step_00000004", (0, 0))
+    os.utime(tmp_path / "older" / "config.toml", (0, 0))
+    assert run_folder.find(tmp_path, "").path.name == "older"

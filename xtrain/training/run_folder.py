@@ -138,9 +138,11 @@ def _runs(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if (path / "config.toml").is_file())
 
 
-def _last_change(run: RunFolder) -> float:
+def _last_change(run: RunFolder) -> tuple[bool, float]:
+    """Runs with a checkpoint come after those without: an interrupted start hides no run."""
     found = checkpoint.steps(run.checkpoints)
-    return max([run.config.stat().st_mtime, *(path.stat().st_mtime for _, path in found)])
+    times = [run.config.stat().st_mtime, *(path.stat().st_mtime for _, path in found)]
+    return bool(found), max(times)
 
 
 def _replace_text(path: Path, text: str) -> None:
