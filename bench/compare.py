@@ -8,7 +8,8 @@ One training step (forward, backward, AdamW) of one model, run in turn by
     xtrain        xtrain.compile(model, dropout=p)
     xtrain-p0     xtrain.compile(model, dropout=0): prices our dropout
     xtrain-eager  xtrain.compile(model, dropout=p, backend="eager"): the same masks without inductor
-    eager-p0      the model without dropout or compiler (run for its losses; timed if asked for)
+    xtrain-fused-rounding  xtrain without the bf16 roundings that eager does between ops
+    eager-p0      the model without dropout or compiler (run for its losses)
 
 each in a process of its own with empty compile caches. Prints a table; --json and --markdown write
 the report. Without flags it takes under four minutes on two cores and measures the 124M shape on a
@@ -51,7 +52,7 @@ class Plan:
 class Outcome:
     """What one variant gave; `error` says why the rest is missing."""
 
-    blocks: list[list[float]] = field(default_factory=list)  # ms
+    blocks: list[list[list[float]]] = field(default_factory=list)  # ms, by block and visit
     first: dict[str, Any] = field(default_factory=dict)
     final: dict[str, Any] = field(default_factory=dict)
     masks: dict[str, Any] = field(default_factory=dict)
@@ -99,8 +100,8 @@ def build_parser() -> Any:
     add("--threads", type=_positive, help="CPU threads (torch's default)")
     add("--dtype", choices=("fp32", "bf16"), help="bf16 is autocast (GPU: bf16, CPU: fp32)")
     add("--variants", default=",".join(DEFAULT_VARIANTS), help="comma-separated (all but eager-p0)")
-    add("--blocks", type=_positive, help="rounds of all variants (GPU: 9, CPU: 15)")
-    add("--steps", type=_positive, help="timed steps a block (GPU: 10, CPU: 2)")
+    add("--blocks", type=_positive, default=9, help="each visits every variant twice (9)")
+    add("--steps", type=_positive, help="timed steps a visit (GPU: 10, CPU: 2)")
     add("--seed", type=int, default=0, help="of weights, data and dropout (0)")
     add("--commit", help="commit to name in the report where the folder is no git checkout")
     add("--json", type=Path, metavar="FILE", help="write everything measured")
@@ -140,10 +141,10 @@ def resolve(flags: Namespace) -> tuple[Setting, Plan]:
         seed=flags.seed,
     )
     build_config(setting)
-    # A CPU is shared with whatever else runs: many short rounds lose few to a disturbance. A block
-    # on a GPU starts with an empty allocator: a step fills it, the next settle the clocks.
-    blocks, steps, warm_up = (9, 10, 3) if kind == "cuda" else (15, 2, 1)
-    return setting, Plan(names, flags.blocks or blocks, flags.steps or steps, warm_up, flags.commit)
+    # A visit on a GPU starts with an empty allocator and another variant's clocks and power: some
+    # steps fill the one and settle the others. On a CPU one step warms the caches.
+    steps, warm_up = (10, 6) if kind == "cuda" else (2, 1)
+    return setting, Plan(names, flags.blocks, flags.steps or steps, warm_up, flags.commit)
 
 
 def run(setting: Setting, plan: Plan) -> tuple[dict[str, Any], dict[str, Outcome]]:
@@ -162,9 +163,13 @@ def run(setting: Setting, plan: Plan) -> tuple[dict[str, Any], dict[str, Outcome
             if name not in plan.variants:  # a reference, wanted for its losses alone
                 team.stop(name)
         for block in range(plan.num_blocks):
+            visits: dict[str, list[list[float]]] = {name: [] for name in plan.variants}
             for name in harness.order_of_block(plan.variants, block):
-                if times := team.ask(name, "block", plan.num_warm_up, plan.num_steps):
-                    outcomes[name].blocks.append(times)
+                if times := team.ask(name, "visit", plan.num_warm_up, plan.num_steps):
+                    visits[name].append(times)
+            for name, both in visits.items():
+                if len(both) == 2:  # else it has failed
+                    outcomes[name].blocks.append(both)
             print(f"block {block + 1}/{plan.num_blocks}", flush=True)
         for name in plan.variants:
             outcomes[name].final = team.ask(name, "finish") or {}

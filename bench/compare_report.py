@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from bench.harness import NOT_AVAILABLE, Ratio, Report, Summary, block_ratio, short
+from bench.harness import NOT_AVAILABLE, Ratio, Report, Summary, block_ratio, flat, short
 from bench.variants import VARIANTS, Setting, Variant
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Results:
         return self.ratio(baseline, variant)
 
     def summary(self, name: str) -> Summary | None:
-        times = [t for block in self.outcomes[name].blocks for t in block]
+        times = flat(self.outcomes[name].blocks)
         return Summary.of(times) if times else None
 
     def loss_difference(self, name: str) -> float | None:
@@ -252,11 +252,13 @@ def method_sentences(setting: Setting, plan: Plan) -> list[str]:
         "A step is forward, backward and a fused AdamW update; random tokens, the same batches and "
         "initial weights for every variant.",
         "Each variant lives in a process of its own with empty compile caches; they take turns.",
-        f"{plan.num_blocks} blocks in turn (A B C, C B A, ...), each {plan.num_warm_up} warm-up and"
-        f" {plan.num_steps} timed steps by {clock}; the table's step time is over all timed steps.",
-        "Ratios are of block medians within one round of blocks: their median, and in brackets a "
-        "distribution-free interval for the median of at least 95% where there are 6 blocks or "
-        "more. Above 1 is faster than the baseline.",
+        f"{plan.num_blocks} blocks; in each every variant is visited twice, there and back (A B C "
+        "C B A), in an order that changes from block to block, so that drift and what ran before "
+        f"cancel. A visit is {plan.num_warm_up} warm-up and {plan.num_steps} timed steps by "
+        f"{clock}; the table's step time is over all timed steps.",
+        "Ratios are formed within each block, of the mean of a variant's two visit medians; given "
+        "are their median over the blocks and in brackets a distribution-free interval for it, of "
+        "at least 95% where there are 6 blocks or more. Above 1 is faster than the baseline.",
         f"Peak memory: {memory}.",
         "First step: everything from the call to the finished update, compilation included.",
         "Recompiles: graphs compiled after the first step.",

@@ -1,9 +1,10 @@
 """What every benchmark shares: statistics, timing, memory, the machine, the report and its forms.
 
-A step time is summed up as p20, p50 and p80. Two variants are compared block by block: variants run
-in turn, block after block, so that whatever disturbs the machine disturbs all of them; the ratio of
-their block medians is formed within each round, and the median of these ratios is given with a
-distribution-free confidence interval.
+A step time is summed up as p20, p50 and p80. Two variants are compared block by block: in a block
+every variant is visited twice, there and back (A B C C B A), so that drift of the machine cancels;
+the order changes from block to block, since what ran before matters too: a GPU at its power limit
+is faster after light work. The ratio of two variants is formed within each block, and the median of
+these ratios is given with a distribution-free confidence interval.
 
 torch is imported only where something is measured, so that `--help` answers at once.
 """
@@ -105,25 +106,40 @@ class Ratio:
         return "slower" if self.high < 1 else "no measurable difference"
 
 
-def block_ratio(
-    numerator: Sequence[Sequence[float]], denominator: Sequence[Sequence[float]]
-) -> Ratio:
-    """Return the Ratio of two variants' times: block medians divided round by round."""
+Visits = Sequence[Sequence[float]]  # the times of one variant in one block, visit by visit
+
+
+def block_ratio(numerator: Sequence[Visits], denominator: Sequence[Visits]) -> Ratio:
+    """Return the Ratio of two variants' times; of a block, the mean of its visits' medians."""
     if len(numerator) != len(denominator) or not numerator:
         raise ValueError(
             f"blocks must pair up, got {len(numerator)} and {len(denominator)}: compare variants "
-            "that ran in the same rounds"
+            "that ran in the same blocks"
         )
-    ratios = [
-        statistics.median(a) / statistics.median(b)
-        for a, b in zip(numerator, denominator, strict=True)
-    ]
+    ratios = [_mean_visit(a) / _mean_visit(b) for a, b in zip(numerator, denominator, strict=True)]
     return Ratio(statistics.median(ratios), *median_interval(ratios))
 
 
-def order_of_block(names: Sequence[str], block: int) -> Sequence[str]:
-    """Return the order of a round: there and back in turn, so that neighbours change sides."""
-    return names if block % 2 == 0 else names[::-1]
+def _mean_visit(visits: Visits) -> float:
+    return statistics.fmean(statistics.median(times) for times in visits)
+
+
+def flat(blocks: Sequence[Visits]) -> list[float]:
+    """Return all times of some blocks."""
+    return [t for visits in blocks for times in visits for t in times]
+
+
+def order_of_block(names: Sequence[str], block: int) -> list[str]:
+    """Return the visits of a block: an order of the names, then the same backwards.
+
+    Over as many blocks as there are names each has stood at each position once, and for an even
+    number of them beside each other one equally often.
+    Source: Williams 1949 (row-complete Latin squares: 0, 1, n - 1, 2, n - 2, ... shifted by block).
+    """
+    n = len(names)
+    zigzag = [(i + 1) // 2 if i % 2 else (n - i // 2) % n for i in range(n)]
+    order = [names[(position + block) % n] for position in zigzag]
+    return order + order[::-1]
 
 
 # --- timing and memory ----------------------------------------------------------------------------

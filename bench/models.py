@@ -70,7 +70,8 @@ def wrap(model: nn.Module, variant: Variant, dropout: float, seed: int) -> nn.Mo
         return torch.compile(model)  # type: ignore[return-value]
     if variant.compiler == "xtrain":
         p = dropout if variant.dropout == "xtrain" else 0.0
-        return xtrain.compile(model, dropout=p, seed=seed, backend=variant.backend)
+        options = {"options": dict(variant.options)} if variant.options else {}
+        return xtrain.compile(model, dropout=p, seed=seed, backend=variant.backend, **options)
     return model
 
 

@@ -48,7 +48,7 @@ class Measured:
     mode: str
     provider: str
     first_call_s: float = math.nan
-    blocks: list[list[float]] = field(default_factory=list)  # us
+    blocks: list[list[list[float]]] = field(default_factory=list)  # us, by block and visit
     error: str | None = None
 
 
@@ -84,8 +84,8 @@ def build_parser() -> Any:
     add("op", choices=known, metavar="OP", help=", ".join(known))
     add("--device", help="cuda | cpu (cuda where there is one)")
     add("--threads", type=int, help="CPU threads (torch's default)")
-    add("--blocks", type=int, default=9, help="rounds of all providers (9)")
-    add("--samples", type=int, default=5, help="samples a block (5)")
+    add("--blocks", type=int, default=9, help="each visits every provider twice (9)")
+    add("--samples", type=int, default=5, help="samples a visit (5)")
     add("--commit", help="commit to name in the report where the folder is no git checkout")
     add("--json", type=Path, metavar="FILE", help="write everything measured")
     add("--markdown", type=Path, metavar="FILE", help="write the report")
@@ -105,9 +105,11 @@ def measure(bench: ModuleType, device: Any, flags: Namespace) -> list[Measured]:
             names = [p for m, p in calls if m == mode]
             repeats = {p: num_repeats(calls[mode, p], device.type) for p in names}
             for block in range(flags.blocks):
+                for p in names:
+                    rows[mode, p].blocks.append([])
                 for p in harness.order_of_block(names, block):
-                    times = time_block(calls[mode, p], repeats[p], flags.samples, device)
-                    rows[mode, p].blocks.append(times)
+                    times = time_visit(calls[mode, p], repeats[p], flags.samples, device)
+                    rows[mode, p].blocks[-1].append(times)
         print(case, flush=True)
     return found
 
@@ -156,7 +158,7 @@ def num_repeats(call: Callable[[], object], device_type: str) -> int:
     return max(1, math.ceil(MIN_SAMPLE_MS[device_type] / max(fastest, 1e-4)))
 
 
-def time_block(
+def time_visit(
     call: Callable[[], object], num_repeats: int, num_samples: int, device: Any
 ) -> list[float]:
     """Return the time of a call in us, num_samples times."""
@@ -204,8 +206,9 @@ def build_report(
         result=result_sentences(bench, measured),
         setup=environment,
         method=[
-            f"{flags.blocks} blocks in turn, each {flags.samples} samples a provider after one that"
-            " does not count; outputs are checked before they are timed.",
+            f"{flags.blocks} blocks; in each every provider is visited twice, there and back, in "
+            f"an order that changes from block to block. A visit is {flags.samples} samples, on a CPU "
+            "after one that does not count. Outputs are checked before they are timed.",
             "GB/s is the least number of bytes that must move over the median time; on CUDA every "
             "sample starts with a cold cache.",
             "Ratios are baseline's time / provider's, block by block, with a distribution-free "
@@ -225,7 +228,7 @@ def table_row(bench: ModuleType, row: Measured, measured: list[Measured]) -> lis
     start = [str(row.case), row.mode, row.provider]
     if row.error is not None:
         return [*start, f"failed: {row.error}"] + [harness.NOT_AVAILABLE] * (len(HEADERS) - 4)
-    summary = harness.Summary.of([t for block in row.blocks for t in block])
+    summary = harness.Summary.of(harness.flat(row.blocks))
     return [
         *start,
         str(summary),

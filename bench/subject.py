@@ -74,7 +74,7 @@ class Subject:
             found["report"] = str(report)
         return found
 
-    def block(self, num_warm_up: int, num_steps: int) -> list[float]:
+    def visit(self, num_warm_up: int, num_steps: int) -> list[float]:
         """Return the times of num_steps steps in ms, after some that do not count."""
         for _ in range(num_warm_up):
             self.step()

@@ -69,6 +69,7 @@ class Variant:
     dropout: str
     reference: str
     backend: str = "inductor"
+    options: tuple[tuple[str, object], ...] = ()  # of inductor, for xtrain.compile
 
 
 VARIANTS: dict[str, Variant] = {
@@ -82,8 +83,16 @@ VARIANTS: dict[str, Variant] = {
         Variant(
             "xtrain-eager", "xtrain eager, dropout", "xtrain", "xtrain", "xtrain-eager", "eager"
         ),
+        Variant(
+            "xtrain-fused-rounding",
+            "xtrain.compile, dropout, fused rounding",
+            "xtrain",
+            "xtrain",
+            "xtrain-eager",
+            options=(("emulate_precision_casts", False),),
+        ),
         Variant("eager-p0", "eager, no dropout", "", "", "eager-p0"),
     )
 }
-# eager-p0 is run for its losses alone unless it is asked for.
+# eager-p0 is run for its losses alone unless asked for; xtrain-fused-rounding prices an option.
 DEFAULT_VARIANTS = ("eager", "torch", "torch-p0", "xtrain", "xtrain-p0", "xtrain-eager")

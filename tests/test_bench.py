@@ -75,13 +75,13 @@ def test_median_interval_covers_as_often_as_it_says():
     assert hits / 2**n == pytest.approx(reached)
 
 
-def test_block_ratio_divides_within_rounds():
-    slow = [[10.0, 20.0, 30.0], [200.0, 200.0, 200.0], [4.0, 4.0, 4.0]]
-    fast = [[10.0, 10.0, 99.0], [100.0, 100.0, 100.0], [1.0, 1.0, 1.0]]
-    ratio = harness.block_ratio(slow, fast)  # 2, 2, 4: the machine slowed down tenfold in between
+def test_block_ratio_divides_within_blocks():
+    slow = [[[10.0, 20.0, 30.0], [30.0]], [[250.0], [250.0]], [[4.0], [4.0]]]  # 25, 250, 4
+    fast = [[[10.0, 10.0, 99.0], [15.0]], [[100.0], [150.0]], [[1.0], [1.0]]]  # 12.5, 125, 1
+    ratio = harness.block_ratio(slow, fast)  # the machine slowed down tenfold in between
     assert (ratio.median, ratio.low, ratio.high, ratio.coverage) == (2.0, 2.0, 4.0, 0.75)
     assert ratio.as_cost() == "100.0% [100.0, 300.0]"
-    with pytest.raises(ValueError, match="same rounds"):
+    with pytest.raises(ValueError, match="same blocks"):
         harness.block_ratio(slow, fast[:2])
 
 
@@ -93,12 +93,27 @@ def test_verdict(low, high, verdict):
     assert harness.Ratio(1.0, low, high, 0.96).verdict() == verdict
 
 
-def test_neighbours_change_sides():
-    assert [list(harness.order_of_block("abc", block)) for block in range(3)] == [
-        ["a", "b", "c"],
-        ["c", "b", "a"],
-        ["a", "b", "c"],
-    ]
+@pytest.mark.parametrize("n", [1, 2, 3, 6])
+def test_drift_cancels_within_a_block(n):
+    """Each visit takes a unit more than the one before; all variants still come out equal."""
+    names = "abcdef"[:n]
+    for block in range(2 * n):
+        visits = {name: [] for name in names}
+        for clock, name in enumerate(harness.order_of_block(names, block)):
+            visits[name].append([100.0 + clock])
+        assert all(len(both) == 2 for both in visits.values())
+        for name in names:
+            assert harness.block_ratio([visits[name]], [visits["a"]]).median == 1.0
+
+
+def test_orders_balance_positions_and_neighbours():
+    """Over six blocks of six: each name once at each position, each after each other once."""
+    names = "abcdef"
+    halves = [harness.order_of_block(names, block)[:6] for block in range(6)]
+    for position in range(6):
+        assert sorted(half[position] for half in halves) == list(names)
+    pairs = [pair for half in halves for pair in itertools.pairwise(half)]
+    assert sorted(pairs) == sorted(itertools.permutations(names, 2))
 
 
 # --- timing and memory ----------------------------------------------------------------------------
@@ -267,7 +282,8 @@ def test_compare_end_to_end(tmp_path):
     assert set(found) == {"eager", "xtrain-eager"}
     for row in found.values():
         assert row["error"] is None and row["num_recompiles"] == 0
-        assert [len(block) for block in row["blocks_ms"]] == [2, 2]
+        lengths = [[len(times) for times in visits] for visits in row["blocks_ms"]]
+        assert lengths == [[2, 2], [2, 2]]
         assert len(row["losses"]) == 10 and all(2 < loss < 4 for loss in row["losses"])  # ln 16
         # weights, two moments: 21,664 numbers each; the rest of a step comes on top
         assert 3 * 4 * 21664 < row["peak_memory_gib"] * 2**30 < 3e6

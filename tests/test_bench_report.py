@@ -31,7 +31,7 @@ TINY = Setting(
 
 def outcome(step_ms, *, loss_shift=0.0, masks=None, error=None, blocks=7):
     return Outcome(
-        blocks=[[step_ms, step_ms, step_ms]] * blocks,
+        blocks=[[[step_ms, step_ms], [step_ms, step_ms]]] * blocks,
         first={"losses": [2.0 + loss_shift, 1.0], "first_step_s": 10.0, "passes_ms": 200.0},
         final={"peak_memory_gib": 1.5, "num_recompiles": 0, "num_graphs": 1},
         masks=masks or {},
@@ -143,7 +143,7 @@ def test_markdown_and_json(tmp_path):
     assert text.count("\n| ") >= 1 + len(DEFAULT_VARIANTS)
     assert "gpu n/a" not in text
     data = json.loads((tmp_path / "new" / "r.json").read_text())["data"]
-    assert data["variants"]["xtrain"]["blocks_ms"] == [[50.0] * 3] * 7
+    assert data["variants"]["xtrain"]["blocks_ms"] == [[[50.0] * 2] * 2] * 7
     assert data["variants"]["xtrain"]["step_time_ms"]["p50"] == 50.0
 
 
