@@ -207,8 +207,8 @@ def build_report(
         setup=environment,
         method=[
             f"{flags.blocks} blocks; in each every provider is visited twice, there and back, in "
-            f"an order that changes from block to block. A visit is {flags.samples} samples, on a CPU "
-            "after one that does not count. Outputs are checked before they are timed.",
+            f"an order that changes from block to block. A visit is {flags.samples} samples, on a "
+            "CPU after one that does not count. Outputs are checked before they are timed.",
             "GB/s is the least number of bytes that must move over the median time; on CUDA every "
             "sample starts with a cold cache.",
             "Ratios are baseline's time / provider's, block by block, with a distribution-free "
