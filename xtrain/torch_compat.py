@@ -21,6 +21,11 @@ from torch.utils import _pytree as pytree
 # and backward: an op in that table is gone by then, and the partitioner may keep its intermediates
 # (a dropout mask). A lowering runs after the cut, so forward and backward ops stay single nodes
 # until nothing can be saved any more, and are fused with their neighbours all the same.
+#
+# A call that says opaque=True stays a call of the op: the same lowering hands it to inductor as an
+# external kernel, which the wrapper calls between its own.
+
+OPAQUE = "opaque"  # last argument of an op that has both forms
 
 _pending_lowerings: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
 
@@ -33,6 +38,21 @@ def lower_by_decomposition(op: torch._ops.OpOverload, decomposition: Callable[..
     """
     _pending_lowerings[op] = decomposition
     flush_lowerings()
+
+
+def position_of_opaque(op: torch._ops.OpOverload) -> int | None:
+    """Return where op's schema has its last argument `opaque`, or None if it has none."""
+    arguments = op._schema.arguments
+    last = len(arguments) - 1
+    return last if arguments and arguments[last].name == OPAQUE else None
+
+
+def _says_opaque(node: torch.fx.Node) -> bool:
+    position = position_of_opaque(node.target)  # type: ignore[arg-type]
+    if position is None:
+        return False
+    positional = node.args[position] if len(node.args) > position else False
+    return bool(node.kwargs.get(OPAQUE, positional))
 
 
 def flush_lowerings() -> None:
@@ -53,6 +73,8 @@ def _decomposed_lowering(decomposition: Callable[..., Any]) -> Callable[..., Any
         from torch._inductor.virtualized import V
 
         node = V.graph.current_node
+        if _says_opaque(node):
+            return _external_call(node, args, kwargs)
         flat_nodes, spec = pytree.tree_flatten((node.args, node.kwargs))
         flat_args = pytree.tree_leaves((list(args), kwargs))
         inputs = [i for i, leaf in enumerate(flat_nodes) if isinstance(leaf, torch.fx.Node)]
@@ -68,6 +90,17 @@ def _decomposed_lowering(decomposition: Callable[..., Any]) -> Callable[..., Any
         return _lower_graph(graph_module, [flat_args[i] for i in inputs])
 
     return lowering
+
+
+def _external_call(node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Lower node to a call of its op, its inputs laid out as they were traced.
+
+    Inductor may otherwise pick other strides for an intermediate, which a kernel would copy.
+    """
+    from torch._inductor.lowering import constrain_to_fx_strides, fallback_handler
+
+    args, kwargs = constrain_to_fx_strides(node, *args, **kwargs)
+    return fallback_handler(node.target, add_to_fallback_set=False)(*args, **kwargs)
 
 
 def _trace(function: Callable[..., Any], fake_inputs: list[Any]) -> torch.fx.GraphModule:

@@ -91,3 +91,48 @@ def test_argument_error_is_a_value_error_everywhere():
     for fullgraph in (True, False):
         with pytest.raises(ValueError, match=r"p must be in \[0, 1\], got 2.0"):
             torch.compile(lambda x: dropout(x, 2.0, 1), fullgraph=fullgraph)(torch.ones(3))
+
+
+@pytest.fixture(scope="module")
+def two_forms() -> torch._ops.OpOverload:
+    """An op whose kernel and decomposition tell themselves apart."""
+    return registry.define_op(
+        "test_two_forms(Tensor x, float factor, bool opaque=False) -> (Tensor, Tensor)",
+        fake=lambda x, factor: (torch.empty_like(x), torch.empty_like(x)),
+        decomposition=lambda x, factor: (x * factor, x + 1),
+        cpu=lambda x, factor: (x * factor, x + 2),
+    )
+
+
+@pytest.mark.parametrize("opaque", [False, True])
+@pytest.mark.parametrize("how", ["position", "keyword"])
+def test_opaque_keeps_the_kernel_inside_inductor(two_forms, opaque, how):
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        y = x.t() * 3
+        if how == "position":
+            return two_forms(y, 2.0, opaque)
+        return two_forms(y, 2.0, opaque=opaque)
+
+    x = torch.arange(6.0).view(2, 3)
+    product, other = torch.compile(function, fullgraph=True)(x)
+    assert torch.equal(product, x.t() * 6)
+    assert torch.equal(other, x.t() * 3 + (2 if opaque else 1))
+    assert torch.equal(function(x)[1], x.t() * 3 + 2)  # eager runs the kernel either way
+
+
+def test_opaque_by_preference_only_where_a_compiler_reads_it():
+    def prefers_kernel(x: Tensor, *, wide: bool) -> bool:
+        return wide and x.shape[-1] > 2
+
+    x, seen = torch.ones(3), []
+
+    def function(x: Tensor) -> Tensor:
+        seen.append(registry.opaque(prefers_kernel, x, wide=True))
+        return x + 1
+
+    function(x)
+    assert seen == [False]
+    compiled = torch.compile(
+        lambda x: x * registry.opaque(prefers_kernel, x, wide=True), backend="eager", fullgraph=True
+    )
+    assert torch.equal(compiled(x), x) and torch.equal(compiled(x[:2]), torch.zeros(2))

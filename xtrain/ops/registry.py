@@ -8,10 +8,16 @@ Every op xtrain::<op> has a backward op xtrain::<op>_backward of its own, and ea
     fake            shape, dtype and strides, no values
 
 No op aliases or mutates an input in any branch: a result is always fresh memory.
+
+See-through or opaque: where an op's schema ends in `bool opaque=False`, inductor lowers its
+decomposition and fuses it with its neighbours, unless the call says opaque=True: then the call
+stays one call of the op's own kernel. The choice is part of the call, so that graphs show it and
+compile caches know it; outside inductor it changes nothing.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +41,9 @@ class Op:
     decomposition: Callable[..., Any]  # same arguments as forward
     backward_decomposition: Callable[..., Any]  # same arguments as backward
     supports: Callable[..., str | None]  # same arguments as public; why the kernel cannot, or None
+    # Same arguments as public: whether, where inductor compiles, the kernel beats the decomposition
+    # on this device, dtype and class of shapes, as measured by bench/report_ops.py.
+    prefers_kernel: Callable[..., bool] = lambda *args, **kwargs: False
 
 
 def define_op(
@@ -47,7 +56,8 @@ def define_op(
 ) -> torch._ops.OpOverload:
     """Define xtrain::<schema> with its fake, its kernels and its lowering; return the overload.
 
-    Args:     schema: functional: no alias or mutation marks.
+    Args:     schema: functional: no alias or mutation marks; may end in `bool opaque=False`, which
+              none of the functions below receives.
               fake: returns empty tensors with exactly the shape, dtype and strides of the kernels.
               decomposition: pure torch functions on the schema's arguments; traced with symbolic
               sizes, so it must not build tensors from data or branch on values.
@@ -55,6 +65,9 @@ def define_op(
     """
     name = schema[: schema.index("(")]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    overload = getattr(torch.ops.xtrain, name).default
+    fake, decomposition = _transparent(overload, fake), _transparent(overload, decomposition)
+    cpu, cuda = cpu and _transparent(overload, cpu), cuda and _transparent(overload, cuda)
     LIBRARY.impl(name, cpu or decomposition, "CPU")
     LIBRARY.impl(name, _on_its_device(cuda) if cuda else decomposition, "CUDA")
 
@@ -63,9 +76,27 @@ def define_op(
         return fake(*args, **kwargs)
 
     torch.library.register_fake(f"xtrain::{name}", fake_and_lower, lib=LIBRARY)
-    overload = getattr(torch.ops.xtrain, name).default
     torch_compat.lower_by_decomposition(overload, decomposition)
     return overload
+
+
+def opaque(prefers_kernel: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
+    """Return what a public function passes as `opaque`: only a compiler ever reads it."""
+    return torch.compiler.is_compiling() and prefers_kernel(*args, **kwargs)
+
+
+def _transparent(overload: torch._ops.OpOverload, function: Callable[..., Any]) -> Any:
+    """Return `function` without the op's `opaque` argument, if the schema has one."""
+    position = torch_compat.position_of_opaque(overload)
+    if position is None:
+        return function
+
+    @functools.wraps(function)
+    def without_opaque(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop(torch_compat.OPAQUE, None)
+        return function(*args[:position], **kwargs)
+
+    return without_opaque
 
 
 def _on_its_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
