@@ -1,0 +1,54 @@
+"""Run tests of Triton kernels under Triton's interpreter, on CPU tensors.
+
+Triton reads TRITON_INTERPRET when a kernel is defined, and other tests compile the same kernels
+ahead of time: so the interpreted tests are files of their own, run in a process of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_interpreted(path: Path | str) -> None:
+    """Run a test file with TRITON_INTERPRET=1; fail unless its tests passed and none was skipped.
+
+    Args:     path: a file beside this one, e.g. "interpreted_dropout.py".
+    """
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    result = subprocess.run(
+        [*command, str(Path(__file__).parent / path)],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    output = result.stdout + result.stderr
+    assert result.returncode == 0, output
+    assert re.search(r"\b\d+ passed", result.stdout), output
+    assert not re.search(r"\b\d+ (skipped|deselected|xfailed)", result.stdout), output
+
+
+@pytest.fixture
+def bf16_rounds_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Round to nearest even as a GPU does; the interpreter cuts fp32 off to bf16."""
+    import triton.runtime.interpreter as interpreter
+
+    convert = interpreter._convert_float
+
+    def rounding(data, source, target, mode):
+        if (str(source), str(target)) != ("fp32", "bf16"):
+            return convert(data, source, target, mode)
+        rounded = torch.from_numpy(np.ascontiguousarray(data)).to(torch.bfloat16)
+        return rounded.view(torch.int16).numpy().view(np.uint16)
+
+    monkeypatch.setattr(interpreter, "_convert_float", rounding)
