@@ -97,6 +97,12 @@ def _swiglu(make: Make) -> Iterator[tuple[Any, ...]]:
         yield make(*shape), make(*shape)
 
 
+def _swiglu_packed(make: Make) -> Iterator[tuple[Any, ...]]:
+    for shape, order in (((2, 3, 8), "gate_up"), ((1, 14), "up_gate"), ((0, 8), "up_gate")):
+        yield make(*shape), order
+    yield make(4, 0), "gate_up"
+
+
 def _cross_entropy(make: Make) -> Iterator[tuple[Any, ...]]:
     targets = torch.tensor([[0, 8, -100, 3], [5, 5, 2, -100]])
     weights = torch.rand(2, 4)
@@ -114,6 +120,7 @@ SAMPLES: dict[str, Callable[[Make], Iterator[tuple[Any, ...]]]] = {
     "rope_qk": _rope_qk,
     "sdpa": _sdpa,
     "swiglu": _swiglu,
+    "swiglu_packed": _swiglu_packed,
     "cross_entropy": _cross_entropy,
 }
 

@@ -23,6 +23,7 @@ from xtrain.ops.rope import rope, rope_qk
 from xtrain.ops.sdpa import OP as SDPA
 from xtrain.ops.sdpa import sdpa
 from xtrain.ops.swiglu import OP as SWIGLU
+from xtrain.ops.swiglu import OP_PACKED as SWIGLU_PACKED
 from xtrain.ops.swiglu import swiglu
 
 __all__ = [
@@ -38,7 +39,7 @@ __all__ = [
     "swiglu",
 ]
 
-_TABLE = (DROPOUT, RMS_NORM, ROPE, ROPE_QK, SDPA, SWIGLU, CROSS_ENTROPY)
+_TABLE = (DROPOUT, RMS_NORM, ROPE, ROPE_QK, SDPA, SWIGLU, SWIGLU_PACKED, CROSS_ENTROPY)
 OPS: dict[str, Op] = {op.name: op for op in _TABLE}
 
 

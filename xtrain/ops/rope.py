@@ -15,6 +15,8 @@ Letters: B batch, N query heads, M KV heads, T sequence, H head dim, R rotated e
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -23,8 +25,10 @@ from torch import Tensor
 from xtrain import torch_compat
 from xtrain.ops import registry
 from xtrain.ops.dropout import compute_dtype
+from xtrain.ops.layout import empty_heads, token_major
 
 LAYOUTS = ("half", "interleaved")
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def rope_reference(x: Tensor, cos: Tensor, sin: Tensor, *, layout: str = "half") -> Tensor:
@@ -50,7 +54,7 @@ def rope_qk_reference(
 
 def rope_decomposition(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
     """Return x turned, as inductor fuses it: one read and one write of x."""
-    if _token_major(x):
+    if token_major(x):
         turned = _turn(x.transpose(1, 2), cos.unsqueeze(-2), sin.unsqueeze(-2), layout)
         return turned.transpose(1, 2)
     return _turn(x, _per_head(cos), _per_head(sin), layout)
@@ -98,22 +102,6 @@ def _per_head(table: Tensor) -> Tensor:
     return table.unsqueeze(-3)
 
 
-def _token_major(x: Tensor) -> bool:
-    """Whether a token's heads lie closer together than a head's tokens.
-
-    Projections give [B, T, N, H], seen as [B, N, T, H]. Keeping that order spares the copy when
-    attention's result, in the layout of q, is merged back to [B, T, N * H].
-    """
-    return x.stride(1) < x.stride(2)
-
-
-def _empty_like(x: Tensor) -> Tensor:
-    B, N, T, H = x.shape
-    if _token_major(x):
-        return torch.empty((B, T, N, H), dtype=x.dtype, device=x.device).transpose(1, 2)
-    return torch.empty((B, N, T, H), dtype=x.dtype, device=x.device)
-
-
 def check_inputs(op: str, x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> None:
     """Raise ValueError for inputs that do not go together."""
     if layout not in LAYOUTS:
@@ -147,19 +135,41 @@ def _rows_fit(x: Tensor, table: Tensor) -> bool:
 
 def supports(x: Tensor, cos: Tensor, sin: Tensor, *, layout: str = "half") -> str | None:
     """Return why the Triton kernel cannot take these inputs, or None when it can."""
-    return "rope has no Triton kernel yet; the decomposition runs"
+    for name, t in (("x", x), ("cos", cos), ("sin", sin)):
+        if t.dtype not in KERNEL_DTYPES:
+            return f"{name} is {t.dtype}; the kernel takes fp64, fp32, bf16 and fp16"
+    return None if torch_compat.has_triton() else "triton is not installed"
 
 
 def supports_qk(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, layout: str = "half"
 ) -> str | None:
     """Return why the Triton kernel cannot take these inputs, or None when it can."""
-    return "rope_qk has no Triton kernel yet; the decomposition runs"
+    if q.dtype != k.dtype:
+        return f"q is {q.dtype} and k {k.dtype}; the kernel takes both in one dtype"
+    if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
+        return (
+            f"q is {tuple(q.shape)} and k {tuple(k.shape)}; the kernel takes both with one batch "
+            "size and head dim"
+        )
+    return supports(q, cos, sin, layout=layout)
+
+
+def prefers_kernel(x: Tensor, cos: Tensor, sin: Tensor, *, layout: str = "half") -> bool:
+    """Return whether, under inductor, the kernel is the faster form."""
+    return False
+
+
+def prefers_kernel_qk(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, layout: str = "half"
+) -> bool:
+    """Return whether, under inductor, the kernel is the faster form."""
+    return False
 
 
 def _fake(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
     check_inputs("rope", x, cos, sin, layout)
-    return _empty_like(x)
+    return empty_heads(x)
 
 
 def _eager(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
@@ -170,7 +180,7 @@ def _eager(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
 def _fake_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: str) -> tuple[Tensor, Tensor]:
     check_inputs("rope_qk", q, cos, sin, layout)
     check_inputs("rope_qk", k, cos, sin, layout)
-    return _empty_like(q), _empty_like(k)
+    return empty_heads(q), empty_heads(k)
 
 
 def _eager_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: str) -> tuple[Tensor, Tensor]:
@@ -179,35 +189,74 @@ def _eager_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: str) -> tu
     return rope_qk_decomposition(q, k, cos, sin, layout)
 
 
+def _cuda(launcher: str, decomposition: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def kernel(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
+        check_inputs("rope", x, cos, sin, layout)
+        if x.numel() == 0 or cos.numel() == 0 or supports(x, cos, sin) is not None:
+            return decomposition(x, cos, sin, layout)
+        launch = getattr(import_module("xtrain.ops.triton.rope"), launcher)
+        return launch(x, *_tables(cos, sin), layout)
+
+    return kernel
+
+
+def _cuda_qk(
+    launcher: str, decomposition: Callable[..., tuple[Tensor, Tensor]]
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    def kernel(
+        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: str
+    ) -> tuple[Tensor, Tensor]:
+        check_inputs("rope_qk", q, cos, sin, layout)
+        check_inputs("rope_qk", k, cos, sin, layout)
+        empty = q.numel() == 0 or k.numel() == 0 or cos.numel() == 0
+        if empty or supports_qk(q, k, cos, sin) is not None:
+            return decomposition(q, k, cos, sin, layout)
+        launch = getattr(import_module("xtrain.ops.triton.rope"), launcher)
+        return launch(q, k, *_tables(cos, sin), layout)
+
+    return kernel
+
+
+def _tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Return tables of one stride whose rows are dense, as the kernel reads them."""
+    if cos.stride() == sin.stride() and cos.stride(-1) == 1:
+        return cos, sin
+    return cos.contiguous(), sin.contiguous()
+
+
 FORWARD = registry.define_op(
-    "rope(Tensor x, Tensor cos, Tensor sin, str layout) -> Tensor",
+    "rope(Tensor x, Tensor cos, Tensor sin, str layout, bool opaque=False) -> Tensor",
     fake=_fake,
     decomposition=rope_decomposition,
     cpu=_eager,
-    cuda=_eager,
+    cuda=_cuda("rope_fwd", rope_decomposition),
 )
 BACKWARD = registry.define_op(
-    "rope_backward(Tensor grad_out, Tensor cos, Tensor sin, str layout) -> Tensor",
+    "rope_backward(Tensor grad_out, Tensor cos, Tensor sin, str layout, bool opaque=False) "
+    "-> Tensor",
     fake=_fake,
     decomposition=rope_backward_decomposition,
+    cuda=_cuda("rope_bwd", rope_backward_decomposition),
 )
 FORWARD_QK = registry.define_op(
-    "rope_qk(Tensor q, Tensor k, Tensor cos, Tensor sin, str layout) -> (Tensor, Tensor)",
+    "rope_qk(Tensor q, Tensor k, Tensor cos, Tensor sin, str layout, bool opaque=False) "
+    "-> (Tensor, Tensor)",
     fake=_fake_qk,
     decomposition=rope_qk_decomposition,
     cpu=_eager_qk,
-    cuda=_eager_qk,
+    cuda=_cuda_qk("rope_qk_fwd", rope_qk_decomposition),
 )
 BACKWARD_QK = registry.define_op(
-    "rope_qk_backward(Tensor grad_q, Tensor grad_k, Tensor cos, Tensor sin, str layout) "
-    "-> (Tensor, Tensor)",
+    "rope_qk_backward(Tensor grad_q, Tensor grad_k, Tensor cos, Tensor sin, str layout, "
+    "bool opaque=False) -> (Tensor, Tensor)",
     fake=_fake_qk,
     decomposition=rope_qk_backward_decomposition,
+    cuda=_cuda_qk("rope_qk_bwd", rope_qk_backward_decomposition),
 )
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    *_, cos, sin, ctx.layout = inputs
+    *_, cos, sin, ctx.layout, ctx.opaque = inputs
     ctx.save_for_backward(cos, sin)
 
 
@@ -215,8 +264,8 @@ def _derivative(op: torch._ops.OpOverload) -> Any:
     """Return backward(ctx, grad...) for a map whose transpose is `op`."""
 
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        turned = op(*grads, *ctx.saved_tensors, ctx.layout)
-        return *((turned,) if isinstance(turned, Tensor) else turned), None, None, None
+        turned = op(*grads, *ctx.saved_tensors, ctx.layout, ctx.opaque)
+        return *((turned,) if isinstance(turned, Tensor) else turned), None, None, None, None
 
     return backward
 
@@ -241,7 +290,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, layout: str = "half") -> Tensor
     Raises:   ValueError if shapes do not fit, layout is unknown, or an input holds no floats.
     Source:   Su et al. 2021 (RoFormer).
     """
-    return FORWARD(x, cos, sin, layout)
+    return FORWARD(x, cos, sin, layout, registry.opaque(prefers_kernel, x, cos, sin, layout=layout))
 
 
 def rope_qk(
@@ -252,7 +301,8 @@ def rope_qk(
     Shapes:   q [B, N, T, H], k [B, M, T, H]; cos, sin as for `rope`; results like q and k.
     Args, Grad, Numerics, Raises, Source: as `rope`.
     """
-    return FORWARD_QK(q, k, cos, sin, layout)
+    opaque = registry.opaque(prefers_kernel_qk, q, k, cos, sin, layout=layout)
+    return FORWARD_QK(q, k, cos, sin, layout, opaque)
 
 
 OP = registry.Op(
@@ -264,6 +314,7 @@ OP = registry.Op(
     decomposition=rope_decomposition,
     backward_decomposition=rope_backward_decomposition,
     supports=supports,
+    prefers_kernel=prefers_kernel,
 )
 OP_QK = registry.Op(
     name="rope_qk",
@@ -274,4 +325,5 @@ OP_QK = registry.Op(
     decomposition=rope_qk_decomposition,
     backward_decomposition=rope_qk_backward_decomposition,
     supports=supports_qk,
+    prefers_kernel=prefers_kernel_qk,
 )

@@ -1,0 +1,272 @@
+"""Rotary position embedding of queries and keys in one launch; backward is the inverse rotation.
+
+Tiling:   the heads of q and k count through: head n < N is q's, else k's n - N. A program owns
+          BLOCK_TOKENS tokens of one sample and BLOCK_HEADS * HEAD_BLOCKS heads of each, loads their
+          rows of cos and sin once, and turns BLOCK_HEADS heads at a time, the next ones being
+          loaded before the last are stored.
+Bytes:    each element of q and k is read and written once; cos and sin are read once per token and
+          program, from the L2 where samples or programs share them.
+Numerics: products and sum in c, rounded once; elements from R on are copied bit for bit.
+
+q and k may have any strides but the last, which is 1: views of a packed projection are read in
+place. PAIRS = R / 2.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from xtrain.ops.layout import empty_heads
+
+
+@triton.jit
+def _rows(q, k, batch, token, head, n_heads):
+    """Return pointers to the first elements of these heads of these tokens: q's, then k's.
+
+    q and k are (pointer, batch stride, head stride, token stride); k's pointer may be None.
+    """
+    q_rows = q[0] + (batch * q[1] + head * q[2] + token * q[3])
+    if k[0] is None:
+        return q_rows
+    head -= n_heads
+    k_rows = k[0] + (batch * k[1] + head * k[2] + token * k[3])
+    return tl.where(head < 0, q_rows, k_rows)
+
+
+@triton.jit
+def _load_heads(
+    rows,
+    inside,
+    PAIRS: tl.constexpr,
+    REST: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
+    """Return what is left and right in each pair, and the elements that pass (if there are any)."""
+    if INTERLEAVED:
+        lane = tl.arange(0, 2 * BLOCK_PAIRS)
+        both = tl.load(rows + lane, mask=inside & (lane < 2 * PAIRS), other=0.0)
+        left, right = tl.split(both.reshape(both.shape[0], both.shape[1], BLOCK_PAIRS, 2))
+    else:
+        lane = tl.arange(0, BLOCK_PAIRS)
+        left = tl.load(rows + lane, mask=inside & (lane < PAIRS), other=0.0)
+        right = tl.load(rows + (PAIRS + lane), mask=inside & (lane < PAIRS), other=0.0)
+    rest = left
+    if REST > 0:
+        lane = tl.arange(0, BLOCK_REST)
+        rest = tl.load(rows + (2 * PAIRS + lane), mask=inside & (lane < REST), other=0.0)
+    return left, right, rest
+
+
+@triton.jit
+def _store_heads(
+    rows,
+    inside,
+    left,
+    right,
+    rest,
+    PAIRS: tl.constexpr,
+    REST: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
+    if INTERLEAVED:
+        lane = tl.arange(0, 2 * BLOCK_PAIRS)
+        tl.store(rows + lane, tl.interleave(left, right), mask=inside & (lane < 2 * PAIRS))
+    else:
+        lane = tl.arange(0, BLOCK_PAIRS)
+        tl.store(rows + lane, left, mask=inside & (lane < PAIRS))
+        tl.store(rows + (PAIRS + lane), right, mask=inside & (lane < PAIRS))
+    if REST > 0:
+        lane = tl.arange(0, BLOCK_REST)
+        tl.store(rows + (2 * PAIRS + lane), rest, mask=inside & (lane < REST))
+
+
+@triton.jit
+def _rope_fwd_kernel(
+    q_ptr,
+    k_ptr,
+    out_q_ptr,
+    out_k_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_batch_stride,
+    q_head_stride,
+    q_token_stride,
+    k_batch_stride,
+    k_head_stride,
+    k_token_stride,
+    out_q_batch_stride,
+    out_q_head_stride,
+    out_q_token_stride,
+    out_k_batch_stride,
+    out_k_head_stride,
+    out_k_token_stride,
+    table_batch_stride,
+    table_token_stride,
+    n_tokens,
+    n_heads,
+    n_all_heads,
+    n_token_blocks,
+    n_head_blocks,
+    PAIRS: tl.constexpr,
+    REST: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    INVERSE: tl.constexpr,
+    COMPUTE_DTYPE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    HEAD_BLOCKS: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
+    program = tl.program_id(0)
+    first_head = program % n_head_blocks * (BLOCK_HEADS * HEAD_BLOCKS)
+    program = program // n_head_blocks
+    batch = (program // n_token_blocks).to(tl.int64)
+    token = program % n_token_blocks * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    token_inside = token < n_tokens
+    token = token.to(tl.int64)
+
+    pair = tl.arange(0, BLOCK_PAIRS)
+    table = batch * table_batch_stride + (token * table_token_stride)[:, None] + pair[None, :]
+    table_inside = token_inside[:, None] & (pair < PAIRS)[None, :]
+    cos = tl.load(cos_ptr + table, mask=table_inside, other=0.0).to(COMPUTE_DTYPE)[:, None, :]
+    sin = tl.load(sin_ptr + table, mask=table_inside, other=0.0).to(COMPUTE_DTYPE)[:, None, :]
+    if INVERSE:
+        sin = -sin
+
+    q = (q_ptr, q_batch_stride, q_head_stride, q_token_stride)
+    k = (k_ptr, k_batch_stride, k_head_stride, k_token_stride)
+    out_q = (out_q_ptr, out_q_batch_stride, out_q_head_stride, out_q_token_stride)
+    out_k = (out_k_ptr, out_k_batch_stride, out_k_head_stride, out_k_token_stride)
+    token, token_inside = token[:, None, None], token_inside[:, None, None]
+    head = (first_head + tl.arange(0, BLOCK_HEADS))[None, :, None].to(tl.int64)
+    inside = token_inside & (head < n_all_heads)
+    left, right, rest = _load_heads(
+        _rows(q, k, batch, token, head, n_heads),
+        inside,
+        PAIRS,
+        REST,
+        INTERLEAVED,
+        BLOCK_PAIRS,
+        BLOCK_REST,
+    )
+    for block in tl.static_range(HEAD_BLOCKS):
+        if block + 1 < HEAD_BLOCKS:
+            next_inside = token_inside & (head + BLOCK_HEADS < n_all_heads)
+            next_left, next_right, next_rest = _load_heads(
+                _rows(q, k, batch, token, head + BLOCK_HEADS, n_heads),
+                next_inside,
+                PAIRS,
+                REST,
+                INTERLEAVED,
+                BLOCK_PAIRS,
+                BLOCK_REST,
+            )
+        a, b = left.to(COMPUTE_DTYPE), right.to(COMPUTE_DTYPE)
+        _store_heads(
+            _rows(out_q, out_k, batch, token, head, n_heads),
+            inside,
+            (a * cos - b * sin).to(left.dtype),
+            (b * cos + a * sin).to(left.dtype),
+            rest,
+            PAIRS,
+            REST,
+            INTERLEAVED,
+            BLOCK_PAIRS,
+            BLOCK_REST,
+        )
+        if block + 1 < HEAD_BLOCKS:
+            head += BLOCK_HEADS
+            inside, left, right, rest = next_inside, next_left, next_right, next_rest
+
+
+def rope_block_sizes(
+    n_tokens: int, n_all_heads: int, head_dim: int, itemsize: int
+) -> tuple[int, int, int, int]:
+    """Return (BLOCK_TOKENS, BLOCK_HEADS, HEAD_BLOCKS, num_warps)."""
+    return 2, 8, 1, 4
+
+
+def rope_fwd(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
+    """Launch on x [B, N, T, H], not empty; cos and sin have one set of strides and dense rows."""
+    return _launch([x], cos, sin, layout, inverse=False)[0]
+
+
+def rope_bwd(grad_out: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
+    """Launch as `rope_fwd` does, every angle negated."""
+    return _launch([grad_out], cos, sin, layout, inverse=True)[0]
+
+
+def rope_qk_fwd(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: str
+) -> tuple[Tensor, Tensor]:
+    """Launch on q [B, N, T, H] and k [B, M, T, H] of one dtype; tables as for `rope_fwd`."""
+    out_q, out_k = _launch([q, k], cos, sin, layout, inverse=False)
+    return out_q, out_k
+
+
+def rope_qk_bwd(
+    grad_q: Tensor, grad_k: Tensor, cos: Tensor, sin: Tensor, layout: str
+) -> tuple[Tensor, Tensor]:
+    """Launch as `rope_qk_fwd` does, every angle negated."""
+    out_q, out_k = _launch([grad_q, grad_k], cos, sin, layout, inverse=True)
+    return out_q, out_k
+
+
+def _launch(
+    inputs: list[Tensor], cos: Tensor, sin: Tensor, layout: str, *, inverse: bool
+) -> list[Tensor]:
+    outs = [empty_heads(x) for x in inputs]
+    rows = [x if x.stride(-1) == 1 else x.contiguous() for x in inputs]
+    B, N, T, H = inputs[0].shape
+    n_all_heads = sum(x.shape[1] for x in inputs)
+    pairs = cos.shape[-1]
+    block_tokens, block_heads, head_blocks, num_warps = rope_block_sizes(
+        T, n_all_heads, H, inputs[0].element_size()
+    )
+    n_token_blocks = triton.cdiv(T, block_tokens)
+    n_head_blocks = triton.cdiv(n_all_heads, block_heads * head_blocks)
+    absent = [None] * (2 - len(inputs))  # rope of one tensor has no k
+    _rope_fwd_kernel[(B * n_token_blocks * n_head_blocks,)](
+        *rows,
+        *absent,
+        *outs,
+        *absent,
+        cos,
+        sin,
+        *(stride for x in (*rows, *absent, *outs, *absent) for stride in _row_strides(x)),
+        cos.stride(0) if cos.dim() == 3 else 0,
+        cos.stride(-2),
+        T,
+        N,
+        n_all_heads,
+        n_token_blocks,
+        n_head_blocks,
+        PAIRS=pairs,
+        REST=H - 2 * pairs,
+        INTERLEAVED=layout == "interleaved",
+        INVERSE=inverse,
+        COMPUTE_DTYPE=tl.float64 if outs[0].dtype == torch.float64 else tl.float32,
+        BLOCK_TOKENS=block_tokens,
+        BLOCK_HEADS=block_heads,
+        HEAD_BLOCKS=head_blocks,
+        BLOCK_PAIRS=triton.next_power_of_2(pairs),
+        BLOCK_REST=triton.next_power_of_2(max(H - 2 * pairs, 1)),
+        num_warps=num_warps,
+    )
+    return outs
+
+
+def _row_strides(x: Tensor | None) -> list[int]:
+    """Return the strides of [B, N, T]; 0 for dims of one element, whose strides may be anything.
+
+    Triton compiles for whether 16 divides each stride, which 16-byte accesses need.
+    """
+    return [0 if x is None or x.shape[d] == 1 else x.stride(d) for d in range(3)]
