@@ -209,22 +209,6 @@ def _quiet_stderr() -> Iterator[None]:
         os.close(null)
 
 
-@dataclass(frozen=True)
-class Case:
-    """One input of an op's benchmark (bench/ops)."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: Any  # torch.dtype
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    def __str__(self) -> str:
-        return f"{self.name} {list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
-
-
 # --- the machine ----------------------------------------------------------------------------------
 
 
@@ -264,7 +248,7 @@ def command_line(script: str, arguments: Sequence[str]) -> str:
     kept, skip = [], False
     for argument in arguments:
         name, has_value, _ = argument.partition("=")
-        if skip or name in ("--json", "--markdown", "--commit"):
+        if skip or name in ("--json", "--markdown", "--plot", "--commit"):
             skip = not skip and not has_value
             continue
         kept.append(argument)
@@ -332,11 +316,11 @@ class Report:
     data: dict[str, Any] = field(default_factory=dict)
 
     def table(self, form: str = "simple") -> str:
-        return _table(self.headers, self.rows, form)
+        return table(self.headers, self.rows, form)
 
     def markdown(self) -> str:
         """Return the report as a Markdown file."""
-        checks = _table(["Claim", "Wanted", "Measured", ""], self.checks, "github")
+        checks = table(["Claim", "Wanted", "Measured", ""], self.checks, "github")
         sections = [
             f"# {self.title}",
             f"**Question.** {self.question}",
@@ -379,7 +363,7 @@ def short(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def _table(headers: Sequence[str], rows: Sequence[Sequence[str]], form: str) -> str:
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]], form: str) -> str:
     from tabulate import tabulate
 
     align = ["left"] + ["right"] * (len(headers) - 1) if form == "simple" else None

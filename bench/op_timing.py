@@ -1,0 +1,318 @@
+"""Time the providers of one op on one case, in turn, after a check of what they compute.
+
+On CUDA calls are captured in a graph and the graph is replayed, so that the host's launches cost
+nothing; a call that reads a value back to the host cannot be captured and is timed as it is. Where
+a call's tensors would fit in a few L2 caches, consecutive calls work on different copies of them.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench import harness
+from bench.ops.common import (
+    COPY,
+    OURS,
+    Bench,
+    Case,
+    Inputs,
+    NotThere,
+    Yardstick,
+    forward_and_backward,
+    outputs_of,
+    trimmed,
+)
+
+SAMPLE_MS = {"cpu": 2.0, "cuda": 1.0}  # calls are repeated until a sample is this long
+VISIT_MS = 4.0  # samples of a visit together, where calls are that short
+MAX_SAMPLES = 5
+MAX_CALLS_IN_GRAPH = 50
+L2_CACHES = 4  # a working set of so many L2 caches hides nothing
+
+
+@dataclass
+class Measured:
+    """One provider on one case and mode: what was measured, or why it was not."""
+
+    op: str
+    case: Case
+    mode: str
+    provider: str
+    blocks: list[list[list[float]]] = field(default_factory=list)  # ms a call, by block and visit
+    num_bytes: int | None = None
+    num_flops: int | None = None
+    peak_bytes: int | None = None
+    error_ratio: float = math.nan  # error against fp64, in units of plain PyTorch's
+    first_call_s: float = math.nan
+    note: str = ""
+    missing: str | None = None  # not there, and why
+    error: str | None = None  # failed, or computed the wrong thing
+
+    @property
+    def is_timed(self) -> bool:
+        return bool(self.blocks) and self.error is None
+
+
+@dataclass
+class Plan:
+    """How long to measure."""
+
+    num_blocks: int = 7
+    providers: Sequence[str] | None = None  # None: all
+
+
+class Clock:
+    """Times calls on one device."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.l2_bytes = 0
+        if device.type == "cuda":
+            self.l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def num_copies(self, working_set: int) -> int:
+        """Return how many copies of a call's tensors make the L2 useless."""
+        return max(1, math.ceil(L2_CACHES * self.l2_bytes / max(working_set, 1)))
+
+    def calls_ms(self, call: Callable[[], object], num_calls: int) -> list[float]:
+        return harness.time_calls(call, num_calls, self.device.type)
+
+
+class Timed:
+    """Calls that take turns over several sets of inputs, as one sample of known length."""
+
+    def __init__(self, clock: Clock, call: Callable[[Any], object], sets: list[Any], capture: bool):
+        self.clock, self.sets, self.call = clock, sets, call
+        for one in sets[:2]:
+            call(one)
+        clock.wait()
+        fastest = min(clock.calls_ms(lambda: call(sets[0]), 3))
+        wanted = math.ceil(SAMPLE_MS[clock.device.type] / max(fastest, 1e-3))
+        self.num_calls = max(len(sets), min(wanted, MAX_CALLS_IN_GRAPH))
+        self.graph = self._captured() if capture else None
+        sample_ms = fastest * self.num_calls
+        self.num_samples = max(1, min(MAX_SAMPLES, round(VISIT_MS / sample_ms)))
+
+    def _run(self) -> None:
+        # as many results stay alive as there are sets: memory that is used again at once is cached
+        kept: deque[object] = deque(maxlen=len(self.sets))
+        for i in range(self.num_calls):
+            kept.append(self.call(self.sets[i % len(self.sets)]))
+
+    def _captured(self) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._run()
+        return graph
+
+    def visit(self) -> list[float]:
+        """Return the time of a call in ms, num_samples times; a sample before does not count."""
+        sample = self._run if self.graph is None else self.graph.replay
+        sample()
+        times = self.clock.calls_ms(sample, self.num_samples)
+        return [t / self.num_calls for t in times]
+
+
+def measure_case(bench: Bench, case: Case, device: torch.device, plan: Plan) -> list[Measured]:
+    """Return the times of every mode and provider on one case."""
+    names = [p for p in bench.PROVIDERS if plan.providers is None or p in plan.providers]
+    rows = {(m, p): _new_row(bench, case, m, p) for m in bench.MODES for p in names}
+    clock = Clock(device)
+    torch.manual_seed(0)
+    inputs = bench.make_inputs(case, device)
+    functions = _checked(bench, case, inputs, rows, names, clock)
+    for mode in bench.MODES:
+        timed = {
+            p: made
+            for p in names
+            if p in functions
+            and (made := _timed(bench, rows[mode, p], functions[p], inputs, clock)) is not None
+        }
+        if (num_bytes := bench.num_bytes(case, mode)) is not None and timed:
+            rows[mode, COPY] = _new_row(bench, case, mode, COPY)
+            timed[COPY] = _copy(num_bytes, clock)
+        for block in range(plan.num_blocks if timed else 0):
+            for p in timed:
+                rows[mode, p].blocks.append([])
+            for p in harness.order_of_block(list(timed), block):
+                rows[mode, p].blocks[-1].append(timed[p].visit())
+        del timed
+        _free(device)
+    del functions, inputs
+    _free(device)
+    return sorted(rows.values(), key=lambda row: bench.MODES.index(row.mode))
+
+
+def _new_row(bench: Bench, case: Case, mode: str, provider: str) -> Measured:
+    row = Measured(bench.OP, case, mode, provider)
+    row.num_bytes, row.num_flops = bench.num_bytes(case, mode), bench.num_flops(case, mode)
+    return row
+
+
+def _free(device: torch.device) -> None:
+    torch._dynamo.reset()  # compiled code of a case is of no use to the next, and counts as a limit
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+# --- before timing --------------------------------------------------------------------------------
+
+
+def _checked(
+    bench: Bench,
+    case: Case,
+    inputs: Inputs,
+    rows: dict[tuple[str, str], Measured],
+    names: Sequence[str],
+    clock: Clock,
+) -> dict[str, Callable[..., Any]]:
+    """Return the functions of the providers that ran and computed the right thing."""
+    yardstick = Yardstick.of(bench, case, inputs)
+    functions = {}
+    for name in names:
+        row = rows[bench.MODES[0], name]
+        try:
+            row.note = _form(bench, case, inputs, name)
+            function = bench.PROVIDERS[name].build(case)
+            _check(bench, row, function, inputs, yardstick, clock)
+        except NotThere as reason:
+            row.missing = str(reason)
+        except Exception as error:  # one provider's failure costs its own row
+            row.error = first_words(error)
+        if row.missing is None and row.error is None:
+            functions[name] = function
+        for mode in bench.MODES:
+            for key in ("note", "missing", "error", "error_ratio", "first_call_s", "peak_bytes"):
+                setattr(rows[mode, name], key, getattr(row, key))
+    return functions
+
+
+def _check(
+    bench: Bench,
+    row: Measured,
+    function: Callable[..., Any],
+    inputs: Inputs,
+    yardstick: Yardstick,
+    clock: Clock,
+) -> None:
+    """Fill a row with the provider's error, first call and peak memory."""
+    provider = bench.PROVIDERS[row.provider]
+    mine = inputs.clone() if provider.mutates else inputs
+    start = time.perf_counter()
+    results = forward_and_backward(function, mine)
+    clock.wait()
+    row.first_call_s = time.perf_counter() - start
+    if provider.own_mask:
+        row.error = bench.check_own_mask(row.case, function, inputs)  # type: ignore[attr-defined]
+    else:
+        results = trimmed(bench, row.case, results)
+        row.error_ratio, row.error = yardstick.compare(results, provider.error_factor)
+    del results
+    gc.collect()
+    row.peak_bytes = peak_bytes(lambda: forward_and_backward(function, mine), clock.device)
+
+
+def _form(bench: Bench, case: Case, inputs: Inputs, name: str) -> str:
+    """Say what a row of ours runs, where that is not the op's kernel."""
+    if name != OURS or inputs.tensors[0].device.type != "cuda" or not hasattr(bench, "form"):
+        return ""
+    return bench.form(case, inputs)
+
+
+def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
+    """Return the most memory one call held at a time beyond what was there, results included."""
+    if device.type != "cuda":
+        return harness.cpu_tensor_peak_bytes(call)
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    results = call()
+    torch.cuda.synchronize(device)
+    del results
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def first_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+# --- what is timed --------------------------------------------------------------------------------
+
+
+def _timed(
+    bench: Bench, row: Measured, function: Callable[..., Any], inputs: Inputs, clock: Clock
+) -> Timed | None:
+    """Return the timed calls of one provider; None, with the reason in its row, if they fail."""
+    run = {"forward": outputs_of, "both": forward_and_backward}[row.mode]
+    working_set = sum(t.numel() * t.element_size() for t in inputs.tensors)
+    num_copies = clock.num_copies(max(working_set, row.num_bytes or 0))
+    mutates = bench.PROVIDERS[row.provider].mutates
+    sets = [inputs] if not mutates else []
+    sets += [inputs.clone() for _ in range(num_copies - len(sets))]
+    try:
+        reason = None
+        if clock.device.type == "cuda":
+            reason = reads_back(lambda: run(function, sets[0]))
+        if reason:
+            row.note = "; ".join(filter(None, [row.note, f"launches included: {reason}"]))
+        capture = clock.device.type == "cuda" and reason is None
+        return Timed(clock, lambda one: run(function, one), sets, capture)
+    except Exception as error:
+        row.error = first_words(error)
+        return None
+
+
+def reads_back(call: Callable[[], object]) -> str | None:
+    """Return why a call cannot be captured in a CUDA graph: it waits for the device."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    except RuntimeError as error:
+        if "synchroniz" not in str(error):
+            raise
+        return "it reads a value back to the host"
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return None
+
+
+def _copy(num_bytes: int, clock: Clock) -> Timed:
+    """Return copies that read and write num_bytes in all."""
+    half = max(num_bytes // 2, 1)
+
+    def buffers() -> tuple[Tensor, Tensor]:
+        source = torch.randint(256, (half,), dtype=torch.uint8, device=clock.device)
+        return torch.empty_like(source), source
+
+    sets = [buffers() for _ in range(clock.num_copies(num_bytes))]
+    return Timed(clock, lambda pair: pair[0].copy_(pair[1]), sets, clock.device.type == "cuda")
+
+
+@contextmanager
+def caught(rows: list[Measured], bench: Bench, case: Case) -> Iterator[None]:
+    """Turn a failure of a whole case into rows that say so."""
+    try:
+        yield
+    except Exception as error:
+        for mode in bench.MODES:
+            row = _new_row(bench, case, mode, "all")
+            if isinstance(error, NotThere):
+                row.missing = str(error)
+            else:
+                row.error = first_words(error)
+            rows.append(row)
