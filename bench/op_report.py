@@ -243,8 +243,8 @@ def method_sentences(plan: Plan, on_gpu: bool) -> list[str]:
         "over the provider's, measured as one more provider in the same blocks. Rates count those "
         "bytes, or the FLOPs of the products alone.",
         "vs: the provider's time over another's, e.g. inductor's (plain PyTorch under "
-        "torch.compile); below 1 is faster. Ratios are formed within each block; given are their median and in "
-        "brackets a distribution-free interval for it.",
+        "torch.compile); below 1 is faster. Ratios are formed within each block; given are their "
+        "median and in brackets a distribution-free interval for it.",
         "Peak: memory of forward and backward beyond the inputs, returned gradients included. "
         "Error: the largest error against fp64 over plain PyTorch's in the same dtype; every "
         "output and gradient is checked before anything is timed (ours at most 2; providers that "

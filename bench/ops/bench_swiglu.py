@@ -1,4 +1,4 @@
-"""xtrain.ops.swiglu against silu(gate) * up and Liger; gate and up apart, or halves of one tensor.
+"""xtrain.ops.swiglu and swiglu_packed against silu(gate) * up and Liger.
 
 Packed is what one projection to 2F gives: the gradient is one tensor again.
 """
@@ -31,7 +31,7 @@ from bench.ops.common import (
     truth_by,
 )
 
-OP = "swiglu"
+OP, PACKED = "swiglu", "swiglu_packed"
 QUESTION = "Is SwiGLU at the memory limit, its operands apart or packed?"
 MODES = ("forward", "both")
 
@@ -83,11 +83,14 @@ def plain(case: Case) -> Callable[..., Tensor]:
 
 
 def seen_through(case: Case) -> Callable[..., Tensor]:
-    return _of_operands(our_op(OP).forward)
+    if case.options["packed"]:
+        forward = our_op(PACKED).forward
+        return lambda gate_up: forward(gate_up, "gate_up")
+    return our_op(OP).forward
 
 
 def ours(case: Case) -> Callable[..., Tensor]:
-    return _of_operands(our_op(OP).public)
+    return our_op(PACKED if case.options["packed"] else OP).public
 
 
 def ligers(case: Case) -> Callable[..., Tensor]:
@@ -121,5 +124,4 @@ def truth(case: Case, inputs: Inputs) -> list[Tensor]:
 
 
 def form(case: Case, inputs: Inputs) -> str:
-    args = inputs.args if len(inputs.args) == 2 else inputs.args[0].chunk(2, -1)
-    return decomposed(our_op(OP).supports(*args))
+    return decomposed(our_op(PACKED if case.options["packed"] else OP).supports(*inputs.args))
