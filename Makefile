@@ -4,14 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: help train test lint test-gpu bench clean
+.PHONY: help train test lint test-gpu sanitize bench bench-ops clean
 
 help:
 	@echo "make train     set up .venv, then train the default model on the default corpus (ARGS=... adds flags)"
 	@echo "make test      set up .venv with the test tools, then run the CPU test suite"
 	@echo "make lint      ruff (lint, format) and the type checker"
 	@echo "make test-gpu  the tests that need a CUDA device"
+	@echo "make sanitize  every kernel on small shapes under compute-sanitizer (on PATH or in CUDA_HOME/bin)"
 	@echo "make bench     bench/compare.py: eager, torch.compile and xtrain.compile in one run"
+	@echo "make bench-ops bench/report_ops.py: every op against torch, inductor and Liger in one run"
 
 $(VENV)/.installed: requirements.lock pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -37,8 +39,14 @@ lint: $(VENV)/.installed-dev
 test-gpu:
 	$(PYTHON) -m pytest -m gpu $(ARGS)
 
+sanitize:
+	$(PYTHON) tests/ops/sanitize.py
+
 bench: $(VENV)/.installed
 	$(BIN)/python bench/compare.py $(ARGS)
+
+bench-ops: $(VENV)/.installed
+	$(BIN)/python bench/report_ops.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
