@@ -11,6 +11,7 @@ from tolerances import assert_no_worse_than_plain
 from torch import Tensor
 
 from xtrain.ops import OPS, swiglu
+from xtrain.ops.swiglu import halves, swiglu_packed
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -44,6 +45,15 @@ def assert_accurate(results: list[Tensor], gate: Tensor, up: Tensor, dy: Tensor)
     rounded = with_grads(plain, gate, up, dy)
     for result, in_dtype, right in zip(results, rounded, truth(gate, up, dy), strict=True):
         assert_no_worse_than_plain(result, in_dtype, right)
+
+
+def packed_with_grads(gate_up: Tensor, dy: Tensor, order: str, function=swiglu_packed):
+    """y, grad_gate and grad_up by the packed op, whose one gradient is taken apart."""
+    gate_up = gate_up.detach().requires_grad_()
+    out = function(gate_up, order=order)
+    (grad,) = torch.autograd.grad(out, gate_up, dy)
+    assert grad.is_contiguous() and grad.dtype == gate_up.dtype
+    return [out, *halves(grad, order)]
 
 
 # --- forward ------------------------------------------------------------------------------------
@@ -167,6 +177,50 @@ def test_single_nodes_and_inputs_saved():
     assert sum(n.op == "placeholder" for n in backward.graph.nodes) == 3  # gate, up, gradient
 
 
+# --- packed -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["gate_up", "up_gate"])
+def test_packed_equals_separate(order, device):
+    """Bit for bit, in every layout of the input and of the gradient; the halves are as named."""
+    base = torch.randn(6, 5, 40, device=device)
+    for view in (base, base[..., ::2], base.transpose(0, 2), base[:1].expand(6, 5, 40)):
+        for gate_up in (view, view.to(torch.bfloat16)):
+            first, second = (half.contiguous() for half in gate_up.chunk(2, -1))
+            gate, up = (first, second) if order == "gate_up" else (second, first)
+            dense = torch.randn(gate.shape, device=device).to(gate.dtype)
+            for dy in (dense, dense[:1].expand(gate.shape)):
+                results = packed_with_grads(gate_up, dy, order)
+                for a, b in zip(results, with_grads(swiglu, gate, up, dy), strict=True):
+                    assert torch.equal(a, b)
+            reference = OPS["swiglu_packed"].reference(gate_up, order=order)
+            torch.testing.assert_close(reference, OPS["swiglu"].reference(gate, up))
+
+
+def test_packed_compiled_equals_eager(device):
+    compiled = torch.compile(swiglu_packed, fullgraph=True, dynamic=True)
+    for dtype in (torch.float32, torch.bfloat16):
+        for rows in (7, 12):
+            gate_up = torch.randn(rows, 2 * 129, device=device).to(dtype)
+            dy = torch.randn(rows, 129, device=device).to(dtype)
+            results = packed_with_grads(gate_up, dy, "up_gate", compiled)
+            assert_accurate(results, *halves(gate_up, "up_gate"), dy)
+
+
+def test_packed_is_a_single_node_and_saves_its_input_alone():
+    gate_up = torch.randn(8, 64, requires_grad=True)
+    forward, backward = partitioned_graphs(lambda x: swiglu_packed(x * 2) * 3, gate_up)
+    assert [n.target for n in forward.graph.nodes].count(OPS["swiglu_packed"].forward) == 1
+    assert [n.target for n in backward.graph.nodes].count(OPS["swiglu_packed"].backward) == 1
+    assert sum(n.op == "placeholder" for n in backward.graph.nodes) == 2  # gate_up, gradient
+
+
+def test_packed_finite_differences(device):
+    gate_up = torch.randn(3, 8, dtype=torch.float64, device=device, requires_grad=True)
+    for order in ("gate_up", "up_gate"):
+        assert torch.autograd.gradcheck(lambda x, o=order: swiglu_packed(x, order=o), (gate_up,))
+
+
 # --- edges and errors ---------------------------------------------------------------------------
 
 
@@ -186,3 +240,18 @@ def test_errors(compiled):
         function(torch.ones(2, 4), torch.ones(2, 1))
     with pytest.raises(ValueError, match=r"must hold floats, got torch.int64 and torch.float32"):
         function(torch.ones(4, dtype=torch.int64), torch.ones(4))
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_packed_errors(compiled):
+    function = swiglu_packed
+    if compiled:
+        function = torch.compile(swiglu_packed, fullgraph=True, backend="eager")
+    for gate_up, order, message in (
+        (torch.ones(2, 3), "gate_up", r"gate_up must be \[..., 2 F\], got \(2, 3\)"),
+        (torch.ones(()), "gate_up", r"gate_up must be \[..., 2 F\], got \(\)"),
+        (torch.ones(4), "gate", r"order must be \"gate_up\" or \"up_gate\", got 'gate'"),
+        (torch.ones(4, dtype=torch.int64), "up_gate", r"gate_up must hold floats, got torch.int64"),
+    ):
+        with pytest.raises(ValueError, match=f"swiglu_packed: {message}"):
+            function(gate_up, order=order)
