@@ -113,6 +113,21 @@ def _cross_entropy(make: Make) -> Iterator[tuple[Any, ...]]:
     yield make(0, 9), targets[0, :0], None, -100, 0.1, 0.0, "mean"
 
 
+def _linear_cross_entropy(make: Make) -> Iterator[tuple[Any, ...]]:
+    targets = torch.tensor([[0, 8, -100, 3], [5, 5, 2, -100]])
+    weights = torch.rand(2, 4)
+    none, plain = torch.full((2,), -100), (-100, 0.0, 0.0, None)
+    options = (-100, 0.1, 1e-3, 5.0)
+    yield make(2, 4, 6), make(9, 6), targets, weights, *options, "mean", True, True, "fp32"
+    yield make(2, 4, 6), make(9, 6), targets, None, *plain, "sum", True, True, "same"
+    yield make(2, 4, 6), make(9, 6), targets, weights, *options, "none", False, False, "fp32"
+    yield make(2, 4, 6), make(9, 6), targets, None, *plain, "mean", False, True, "fp32"
+    yield make(1, 6), make(9, 6), targets[:1, 0], None, *options, "sum", False, False, "fp32"
+    yield make(2, 6), make(9, 6), none, None, *plain, "mean", True, True, "fp32"
+    yield make(0, 6), make(9, 6), targets[0, :0], None, *plain, "mean", True, True, "fp32"
+    yield make(2, 0), make(9, 0), targets[0, :2], None, *plain, "sum", True, True, "fp32"
+
+
 SAMPLES: dict[str, Callable[[Make], Iterator[tuple[Any, ...]]]] = {
     "dropout": _dropout,
     "rms_norm": _rms_norm,
@@ -122,10 +137,16 @@ SAMPLES: dict[str, Callable[[Make], Iterator[tuple[Any, ...]]]] = {
     "swiglu": _swiglu,
     "swiglu_packed": _swiglu_packed,
     "cross_entropy": _cross_entropy,
+    "linear_cross_entropy": _linear_cross_entropy,
 }
 
 # Positions of float arguments that are constants by contract: no gradient is promised.
-CONSTANTS: dict[str, tuple[int, ...]] = {"cross_entropy": (2,), "rope": (1, 2), "rope_qk": (2, 3)}
+CONSTANTS: dict[str, tuple[int, ...]] = {
+    "cross_entropy": (2,),
+    "linear_cross_entropy": (3,),
+    "rope": (1, 2),
+    "rope_qk": (2, 3),
+}
 
 
 def with_gradients(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -14,6 +14,8 @@ from xtrain.ops.cross_entropy import OP as CROSS_ENTROPY
 from xtrain.ops.cross_entropy import cross_entropy
 from xtrain.ops.dropout import OP as DROPOUT
 from xtrain.ops.dropout import dropout, dropout_mask
+from xtrain.ops.linear_cross_entropy import OP as LINEAR_CROSS_ENTROPY
+from xtrain.ops.linear_cross_entropy import linear_cross_entropy
 from xtrain.ops.registry import Op
 from xtrain.ops.rms_norm import OP as RMS_NORM
 from xtrain.ops.rms_norm import rms_norm
@@ -32,6 +34,7 @@ __all__ = [
     "cross_entropy",
     "dropout",
     "dropout_mask",
+    "linear_cross_entropy",
     "rms_norm",
     "rope",
     "rope_qk",
@@ -39,7 +42,17 @@ __all__ = [
     "swiglu",
 ]
 
-_TABLE = (DROPOUT, RMS_NORM, ROPE, ROPE_QK, SDPA, SWIGLU, SWIGLU_PACKED, CROSS_ENTROPY)
+_TABLE = (
+    DROPOUT,
+    RMS_NORM,
+    ROPE,
+    ROPE_QK,
+    SDPA,
+    SWIGLU,
+    SWIGLU_PACKED,
+    CROSS_ENTROPY,
+    LINEAR_CROSS_ENTROPY,
+)
 OPS: dict[str, Op] = {op.name: op for op in _TABLE}
 
 

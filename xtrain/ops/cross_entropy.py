@@ -61,17 +61,17 @@ def cross_entropy_reference(
 
 
 def _forward_cpu(logits: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    _check_range(targets, rest[1], logits.shape[-1])
+    check_range("cross_entropy", targets, rest[1], logits.shape[-1])
     return cross_entropy_eager(logits, targets, *rest)
 
 
-def _check_range(targets: Tensor, ignore_index: int, V: int) -> None:
+def check_range(name: str, targets: Tensor, ignore_index: int, V: int) -> None:
     """Raise for a target that is no class; on a GPU the look would stall, and gather asserts."""
     wrong = ((targets < 0) | (targets >= V)) & (targets != ignore_index)
     if wrong.any():
         where = tuple(wrong.nonzero()[0].tolist())
         raise ValueError(
-            f"cross_entropy: target {int(targets[where])} at {where} is outside [0, {V}) and is "
+            f"{name}: target {int(targets[where])} at {where} is outside [0, {V}) and is "
             f"not ignore_index ({ignore_index})"
         )
 
@@ -180,24 +180,36 @@ def check_inputs(
         )
     if not logits.dtype.is_floating_point:
         raise ValueError(f"cross_entropy: logits must be floats, got {logits.dtype}")
+    check_options("cross_entropy", targets, label_smoothing, z_loss, token_weights, reduction)
+
+
+def check_options(
+    name: str,
+    targets: Tensor,
+    label_smoothing: float,
+    z_loss: float,
+    token_weights: Tensor | None,
+    reduction: str,
+) -> None:
+    """Raise ValueError, with the values, for options that the op called `name` cannot compute."""
     if targets.dtype.is_floating_point or targets.dtype == torch.bool:
-        raise ValueError(f"cross_entropy: targets must be integers, got {targets.dtype}")
+        raise ValueError(f"{name}: targets must be integers, got {targets.dtype}")
     if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"cross_entropy: label_smoothing must be in [0, 1], got {label_smoothing}")
+        raise ValueError(f"{name}: label_smoothing must be in [0, 1], got {label_smoothing}")
     if not 0.0 <= z_loss < float("inf"):
-        raise ValueError(f"cross_entropy: z_loss must be finite and not negative, got {z_loss}")
+        raise ValueError(f"{name}: z_loss must be finite and not negative, got {z_loss}")
     if reduction not in REDUCTIONS:
-        raise ValueError(f"cross_entropy: reduction must be one of {REDUCTIONS}, got {reduction!r}")
+        raise ValueError(f"{name}: reduction must be one of {REDUCTIONS}, got {reduction!r}")
     if token_weights is None:
         return
     if token_weights.shape != targets.shape or not token_weights.dtype.is_floating_point:
         raise ValueError(
-            f"cross_entropy: token_weights must be floats of targets' shape {tuple(targets.shape)},"
+            f"{name}: token_weights must be floats of targets' shape {tuple(targets.shape)},"
             f" got {token_weights.dtype} {tuple(token_weights.shape)}"
         )
     if token_weights.requires_grad:
         raise ValueError(
-            "cross_entropy: token_weights are constants, got one that requires a gradient: detach "
+            f"{name}: token_weights are constants, got one that requires a gradient: detach "
             'it, or weight the losses of reduction="none" outside'
         )
 

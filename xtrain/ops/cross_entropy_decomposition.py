@@ -24,7 +24,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _weights(
+def weights_in_loss(
     targets: Tensor, token_weights: Tensor | None, ignore_index: int, c: torch.dtype
 ) -> Tensor:
     """Return w in c, 0 for tokens that do not count, whatever their own weight."""
@@ -34,7 +34,7 @@ def _weights(
     return torch.where(counts, token_weights.to(c), 0.0)
 
 
-def _token_losses(
+def token_losses(
     logits: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float, z_loss: float
 ) -> tuple[Tensor, Tensor]:
     """Return (l [...], lse [...]) in c; l is 0 where the token does not count."""
@@ -51,21 +51,22 @@ def _token_losses(
     return torch.where(counts, losses, 0.0), lse
 
 
-def _reduce(losses: Tensor, weights: Tensor, reduction: str) -> tuple[Tensor, Tensor]:
-    """Return (loss, factor): the gradient of l_i is factor * w_i times that of the loss."""
+def factor_of_losses(weights: Tensor, reduction: str) -> Tensor:
+    """Return what sum(w_i * l_i) is multiplied by: 1 / sum(w_i) for a mean, else 1; [] in c."""
+    if reduction != "mean":
+        return torch.ones((), dtype=weights.dtype, device=weights.device)
+    total = weights.sum()
+    return torch.where(total == 0, 0.0, 1.0 / torch.where(total == 0, 1.0, total))
+
+
+def reduce_losses(losses: Tensor, weights: Tensor, factor: Tensor, reduction: str) -> Tensor:
+    """Return the loss; the gradient of l_i is factor * w_i times that of the result."""
     # where, not a product alone: a weight of 0 must silence an infinite loss
     weighted = torch.where(weights == 0, 0.0, weights * losses)
-    one = torch.ones((), dtype=losses.dtype, device=losses.device)
-    if reduction == "none":
-        return weighted, one
-    if reduction == "sum":
-        return weighted.sum(), one
-    total = weights.sum()
-    factor = torch.where(total == 0, 0.0, 1.0 / torch.where(total == 0, 1.0, total))
-    return weighted.sum() * factor, factor
+    return weighted if reduction == "none" else weighted.sum() * factor
 
 
-def _grad_logits(
+def grad_logits(
     logits: Tensor,
     targets: Tensor,
     grad_losses: Tensor,
@@ -102,10 +103,10 @@ def cross_entropy_decomposition(
     reduction: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (loss, lse [...], factor []) in c."""
-    weights = _weights(targets, token_weights, ignore_index, compute_dtype(logits.dtype))
-    losses, lse = _token_losses(logits, targets, ignore_index, label_smoothing, z_loss)
-    loss, factor = _reduce(losses, weights, reduction)
-    return loss, lse, factor
+    weights = weights_in_loss(targets, token_weights, ignore_index, compute_dtype(logits.dtype))
+    losses, lse = token_losses(logits, targets, ignore_index, label_smoothing, z_loss)
+    factor = factor_of_losses(weights, reduction)
+    return reduce_losses(losses, weights, factor, reduction), lse, factor
 
 
 def cross_entropy_backward_decomposition(
@@ -120,9 +121,9 @@ def cross_entropy_backward_decomposition(
     z_loss: float,
 ) -> Tensor:
     """Return grad_logits in logits' dtype; grad_loss is [] or, for reduction none, [...]."""
-    weights = _weights(targets, token_weights, ignore_index, lse.dtype)
+    weights = weights_in_loss(targets, token_weights, ignore_index, lse.dtype)
     grad_losses = grad_loss.to(lse.dtype) * factor * weights
-    return _grad_logits(logits, targets, grad_losses, lse, ignore_index, label_smoothing, z_loss)
+    return grad_logits(logits, targets, grad_losses, lse, ignore_index, label_smoothing, z_loss)
 
 
 # --- Eager: the same, a few rows at a time, in operations that pass over memory seldom -----------
@@ -161,11 +162,12 @@ def cross_entropy_eager(
     lse = torch.empty_like(losses)
     blocks = _row_blocks(logits, targets, losses, lse)
     for x, target_rows, loss_rows, lse_rows in blocks:
-        _token_losses_into(
+        token_losses_into(
             loss_rows, lse_rows, x, target_rows, ignore_index, label_smoothing, z_loss
         )
-    loss, factor = _reduce(losses, _weights(targets, token_weights, ignore_index, c), reduction)
-    return loss, lse, factor
+    weights = weights_in_loss(targets, token_weights, ignore_index, c)
+    factor = factor_of_losses(weights, reduction)
+    return reduce_losses(losses, weights, factor, reduction), lse, factor
 
 
 def cross_entropy_backward_eager(
@@ -180,19 +182,19 @@ def cross_entropy_backward_eager(
     z_loss: float,
 ) -> Tensor:
     """Return what cross_entropy_backward_decomposition returns."""
-    weights = _weights(targets, token_weights, ignore_index, lse.dtype)
+    weights = weights_in_loss(targets, token_weights, ignore_index, lse.dtype)
     grad_losses = grad_loss.to(lse.dtype) * factor * weights
     grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     for x, target_rows, grad_loss_rows, lse_rows, out in _row_blocks(
         logits, targets, grad_losses, lse, grad
     ):
-        _grad_logits_into(
+        grad_logits_into(
             out, x, target_rows, grad_loss_rows, lse_rows, ignore_index, label_smoothing, z_loss
         )
     return grad
 
 
-def _token_losses_into(
+def token_losses_into(
     losses: Tensor,
     lse: Tensor,
     x: Tensor,
@@ -216,7 +218,7 @@ def _token_losses_into(
     losses.copy_(result.masked_fill_(~counts, 0.0))
 
 
-def _grad_logits_into(
+def grad_logits_into(
     grad: Tensor,
     x: Tensor,
     targets: Tensor,
