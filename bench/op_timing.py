@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import math
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -151,9 +152,10 @@ def measure_case(bench: Bench, case: Case, device: torch.device, plan: Plan) -> 
             for p in harness.order_of_block(list(timed), block):
                 rows[mode, p].blocks[-1].append(timed[p].visit())
         del timed
-        _free(device)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # the graphs' memory
     del functions, inputs
-    _free(device)
+    _forget(device)
     return sorted(rows.values(), key=lambda row: bench.MODES.index(row.mode))
 
 
@@ -163,8 +165,10 @@ def _new_row(bench: Bench, case: Case, mode: str, provider: str) -> Measured:
     return row
 
 
-def _free(device: torch.device) -> None:
-    torch._dynamo.reset()  # compiled code of a case is of no use to the next, and counts as a limit
+def _forget(device: torch.device) -> None:
+    """Drop what a case left behind, compiled code too: dynamo limits how much one function has."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -223,7 +227,6 @@ def _check(
         results = trimmed(bench, row.case, results)
         row.error_ratio, row.error = yardstick.compare(results, provider.error_factor)
     del results
-    gc.collect()
     row.peak_bytes = peak_bytes(lambda: forward_and_backward(function, mine), clock.device)
 
 

@@ -231,7 +231,7 @@ def call(*words):
     return subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("script", ["compare.py", "run_op.py"])
+@pytest.mark.parametrize("script", ["compare.py", "run_op.py", "report_ops.py"])
 def test_help_answers_without_torch(script):
     done = call("-X", "importtime", f"bench/{script}", "--help")
     assert done.returncode == 0 and "--markdown" in done.stdout
@@ -291,19 +291,3 @@ def test_compare_end_to_end(tmp_path):
     assert masks["forward"] == masks["backward"] == masks["expected"]
     text = (tmp_path / "r.md").read_text()
     assert "--seed 3" in text and str(tmp_path) not in text
-
-
-def test_run_op_end_to_end(monkeypatch, tmp_path, capsys):
-    from bench.ops import bench_dropout
-
-    case = harness.Case("little", (64, 33), torch.float32)
-    monkeypatch.setattr(bench_dropout, "CASES", {"cpu": [case]})
-    wrong = {"wrong": lambda x, seed, offset: 2 * x}
-    eager = {name: bench_dropout.PROVIDERS[name] for name in ("F.dropout", "xtrain")}
-    monkeypatch.setattr(bench_dropout, "PROVIDERS", eager | wrong)
-    flags = "dropout --device cpu --blocks 2 --samples 1 --markdown".split()
-    assert run_op.main([*flags, str(tmp_path / "r.md")]) == 1, "one provider failed"
-    rows = capsys.readouterr().out.splitlines()[-9:]
-    assert sum("failed: differs from the reference" in row for row in rows) == 3
-    assert sum(" xtrain " in row for row in rows) == 3
-    assert "differs from the reference" in (tmp_path / "r.md").read_text()

@@ -1,0 +1,340 @@
+"""The benchmarks of single ops: what is checked before timing, turns, targets, report, plot."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # bench/ is no installed package
+
+from bench import op_plot, op_report, op_timing, report_ops, run_op  # noqa: E402
+from bench.op_timing import Clock, Measured, Plan, Timed, measure_case  # noqa: E402
+from bench.ops import bench_dropout, bench_dropout_add_rms_norm, bench_swiglu  # noqa: E402
+from bench.ops.common import (  # noqa: E402
+    BEST_OTHER,
+    COPY,
+    INDUCTOR,
+    LIGER,
+    OURS,
+    SEE_THROUGH,
+    Case,
+    NotThere,
+    Provider,
+    Target,
+    Yardstick,
+)
+from xtrain.ops import OPS  # noqa: E402
+
+CPU = torch.device("cpu")
+BENCHES = {op: import_module(f"bench.ops.bench_{op}") for op in run_op.known_ops()}
+MEASURED_WITH = {"rope": "rope_qk", "swiglu_packed": "swiglu", "cross_entropy": None}
+CASE = Case("stream", (32768, 4096), torch.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Threads that wait for a core make calls of microseconds take milliseconds."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# --- the benchmarks -------------------------------------------------------------------------------
+
+
+def test_every_op_has_a_benchmark():
+    wanted = {MEASURED_WITH.get(op, op) for op in OPS} - {None}
+    assert wanted <= BENCHES.keys()
+
+
+@pytest.mark.parametrize("op", BENCHES)
+def test_plain_pytorch_and_the_truth_agree(op):
+    """Two spellings of one formula: in fp64 they differ by roundings of fp64 alone."""
+    bench = BENCHES[op]
+    case = bench.CASES["cpu"][0]
+    inputs = bench.make_inputs(case, CPU)
+    exact = inputs.double()
+    truth = bench.truth(case, inputs)
+    if op in ("rms_norm", "dropout_add_rms_norm", "linear_cross_entropy"):  # spelled with fp32
+        yardstick = Yardstick.of(bench, case, inputs)
+        scales = [float(t.abs().max()) for t in truth]
+        for error, scale in zip(yardstick.plain_errors, scales, strict=True):
+            assert error < 0.05 * scale, "bf16 roundings, no more"
+        return
+    if op == "sdpa":
+        results = bench.plain_results(case, exact)
+    else:
+        results = op_timing.forward_and_backward(bench.plain(case), exact)
+    for result, right in zip(results, truth, strict=True):
+        torch.testing.assert_close(result, right, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "op, case, mode, tensors",
+    [  # in tensors of the case's size and dtype; bf16 next to fp32 counts half
+        ("dropout", 0, "both", 4),
+        ("dropout_add_rms_norm", 0, "forward", 4),
+        ("dropout_add_rms_norm", 0, "both", 9),
+        ("dropout_add_rms_norm", 5, "both", 1 + 2 + 4 + 6 + 1 + 2),  # an fp32 stream
+        ("rms_norm", 0, "both", 5),
+        ("swiglu", 0, "both", 8),
+        ("swiglu", 1, "both", 8),
+    ],
+)
+def test_bytes_of_the_floor(op, case, mode, tensors):
+    bench = BENCHES[op]
+    case = bench.CASES["cuda"][case]
+    assert bench.num_bytes(case, mode) == tensors * 2 * case.shape[0] * case.shape[1]
+
+
+def test_bytes_of_rope_and_flops_of_the_products():
+    case = BENCHES["rope_qk"].CASES["cuda"][0]
+    heads, tables = 8 * 2048 * (32 + 8) * 128 * 2, 2 * 2048 * 64 * 4
+    assert BENCHES["rope_qk"].num_bytes(case, "both") == 4 * heads + 2 * tables
+    loss = BENCHES["linear_cross_entropy"]
+    assert loss.num_flops(loss.CASES["cuda"][0], "both") == 6 * 16384 * 2048 * 50304
+    sdpa = BENCHES["sdpa"]
+    assert sdpa.num_flops(sdpa.CASES["cuda"][1], "forward") == 4 * 4 * 32 * 4096**2 * 128 // 2
+
+
+# --- the check before timing ----------------------------------------------------------------------
+
+
+def checked(bench, monkeypatch, **providers):
+    monkeypatch.setattr(bench, "PROVIDERS", providers)
+    rows = measure_case(bench, bench.CASES["cpu"][0], CPU, Plan(num_blocks=1))
+    return {row.provider: row for row in rows if row.mode == "both"}
+
+
+def test_wrong_results_are_not_timed(monkeypatch):
+    rows = checked(
+        bench_swiglu,
+        monkeypatch,
+        right=Provider(lambda case: lambda gate, up: F.silu(gate) * up),
+        wrong=Provider(lambda case: lambda gate, up: gate * F.silu(up)),
+        wrong_gradient=Provider(lambda case: lambda gate, up: F.silu(gate) * up.detach() + 0 * up),
+        raises=Provider(lambda case: lambda gate, up: gate @ up),
+    )
+    assert rows["right"].is_timed and rows["right"].error_ratio == 1.0
+    assert rows["right"].peak_bytes > 0 and rows["right"].first_call_s > 0
+    assert "against fp64, plain PyTorch's is" in rows["wrong"].error
+    assert rows["wrong_gradient"].error.startswith("result 2")
+    assert rows["raises"].error.startswith("RuntimeError: mat1 and mat2")
+    assert not any(rows[name].blocks for name in ("wrong", "wrong_gradient", "raises"))
+
+
+def test_own_masks_are_held_to_themselves(monkeypatch):
+    rows = checked(
+        bench_dropout,
+        monkeypatch,
+        torchs=Provider(bench_dropout.torchs_own, own_mask=True),
+        rate=Provider(lambda case: lambda x, *_: F.dropout(x, 0.11), own_mask=True),
+        two_masks=Provider(lambda case: TwoMasks.apply, own_mask=True),
+    )
+    assert rows["torchs"].is_timed
+    assert rows["rate"].error.startswith("keeps 0.8")
+    assert rows["two_masks"].error == "forward and backward masks differ"
+
+
+class TwoMasks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, seed, offset):
+        return F.dropout(x, 0.1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return F.dropout(grad, 0.1), None, None
+
+
+def test_own_masks_of_the_fused_op(monkeypatch):
+    fused = bench_dropout_add_rms_norm
+
+    def without_norm(x, residual, weight, seed, offset):
+        h = residual + F.dropout(x, 0.1)
+        return h, h * weight
+
+    rows = checked(
+        fused,
+        monkeypatch,
+        torchs=Provider(fused.torchs_own, own_mask=True),
+        without_norm=Provider(lambda case: without_norm, own_mask=True),
+    )
+    assert rows["torchs"].is_timed
+    assert rows["without_norm"].error.startswith("the norm is wrong by")
+
+
+def test_what_is_missing_says_why(monkeypatch):
+    def missing(case):
+        raise NotThere("not written yet")
+
+    rows = checked(bench_swiglu, monkeypatch, missing=Provider(missing))
+    assert rows["missing"].missing == "not written yet" and rows["missing"].error is None
+    with pytest.raises(NotThere, match="liger-kernel is not installed"):
+        import_module("bench.ops.common").liger("no_such_module", "f")
+
+
+def test_a_case_that_fails_leaves_rows_behind(monkeypatch):
+    def no_inputs(case, device):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(bench_swiglu, "make_inputs", no_inputs)
+    rows = run_op.measure(bench_swiglu, CPU, Plan(num_blocks=1), quick=True)
+    assert [row.error for row in rows] == ["RuntimeError: out of memory"] * 2
+
+
+# --- turns ----------------------------------------------------------------------------------------
+
+
+def test_calls_take_turns_over_copies_of_their_tensors():
+    calls = []
+    timed = Timed(Clock(CPU), calls.append, ["a", "b", "c"], capture=False)
+    calls.clear()
+    (first, *_) = timed.visit()
+    assert len(calls) == timed.num_calls * (1 + timed.num_samples)
+    assert calls[:6] == ["a", "b", "c", "a", "b", "c"] and first > 0
+
+
+def test_as_many_copies_as_make_the_cache_useless():
+    clock = Clock(CPU)
+    assert clock.num_copies(10) == 1
+    clock.l2_bytes = 50
+    assert [clock.num_copies(size) for size in (1000, 200, 199, 100, 30)] == [1, 1, 2, 2, 7]
+
+
+# --- the report, from made-up measurements --------------------------------------------------------
+
+
+def made_up(provider, ms, mode="both", **changes):
+    row = Measured("norm", CASE, mode, provider, num_bytes=4_000_000_000, peak_bytes=3 << 29)
+    row.blocks = [[[t], [t]] for t in (ms if isinstance(ms, list) else [ms] * 7)]
+    return replace(row, **changes)
+
+
+def verdict(target, *rows):
+    return op_report.check("norm", target, rows[0], op_report.Rows(rows))
+
+
+def test_a_target_against_copy_is_a_share_of_its_bandwidth():
+    target = Target("at least 92%", 1 / 0.92, COPY)
+    claim, wanted, measured, met = verdict(target, made_up(OURS, 1.25), made_up(COPY, 1.0))
+    assert claim == "norm, stream [32768, 4096] bf16, both: xtrain at least 92%"
+    assert wanted == "<= 1.087 x copy" and met == "missed by 15.0%"
+    assert measured == "1.250 [1.250, 1.250] = 80.0% [80.0, 80.0] of copy"
+    assert verdict(target, made_up(OURS, 1.08), made_up(COPY, 1.0))[3] == "met, by 1%"
+
+
+def test_ratios_are_formed_block_by_block():
+    drift = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0]
+    rows = made_up(OURS, drift), made_up(INDUCTOR, [2 * t for t in drift])
+    assert verdict(Target("never slower", 1.02, INDUCTOR), *rows)[2:] == [
+        "0.500 [0.500, 0.500]",
+        "met, by 51%",
+    ]
+
+
+def test_a_target_against_the_best_other_leaves_copy_and_itself_out():
+    rows = made_up(OURS, 3.0), made_up("a", 2.0), made_up("b", 1.5), made_up(COPY, 1.0)
+    assert verdict(Target("within 2%", 1.02, BEST_OTHER), *rows)[1:] == [
+        "<= 1.020 x b",
+        "2.000 [2.000, 2.000]",
+        "missed by 96.1%",
+    ]
+
+
+def test_a_target_on_memory():
+    assert verdict(Target("peak", 1.65), made_up(OURS, 1.0))[1:] == [
+        "<= 1.65 GiB",
+        "1.5 GiB",
+        "met, by 9%",
+    ]
+    assert verdict(Target("peak", 0.75), made_up(OURS, 1.0))[3] == "missed by 100.0%"
+
+
+def test_what_was_not_measured_is_neither_met_nor_missed():
+    gone = made_up(LIGER, 1.0, blocks=[], missing="not installed")
+    check = verdict(Target("never slower", 1.02, LIGER), made_up(OURS, 1.0), gone)
+    assert check[2:] == ["Liger: not installed", "not measured"]
+    failed = made_up(OURS, 1.0, error="wrong")
+    assert verdict(Target("peak", 1.0), failed)[2:] == ["xtrain: wrong", "not measured"]
+
+
+def test_the_better_form_needs_an_interval_without_doubt():
+    def better(ours, see_through, **changes):
+        rows = op_report.Rows([made_up(OURS, ours, **changes), made_up(SEE_THROUGH, see_through)])
+        return op_report.form_rows(rows)[0][3]
+
+    assert better(1.0, 2.0) == "kernel"
+    assert better(2.0, 1.0) == "decomposition"
+    assert better([1.0, 3.0] * 4, [2.0] * 8) == "either"
+    assert better(1.0, 2.0, note="runs the decomposition: fp64") == (
+        "no kernel: runs the decomposition: fp64"
+    )
+
+
+def test_rates_and_ratios_of_a_row():
+    rows = op_report.Rows([made_up(OURS, 1.25), made_up(COPY, 1.0), made_up(INDUCTOR, 2.5)])
+    cells = op_report.table_row(rows, rows.all[0], (INDUCTOR, LIGER))
+    assert cells[3:9] == [
+        "1,250 [1,250, 1,250]",
+        "3,200 GB/s",
+        "80.0% [80.0, 80.0]",
+        "0.500 [0.500, 0.500]",
+        "n/a",
+        "1.5",
+    ]
+    flops = replace(rows.all[0], num_flops=10**12)
+    assert op_report.rate(flops, 1250.0) == "800 TFLOP/s"
+
+
+# --- the command lines ----------------------------------------------------------------------------
+
+
+def test_an_unknown_op_is_one_line_and_exit_code_2(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        report_ops.main(["--ops", "dropout,conv"])
+    assert stopped.value.code == 2
+    assert "unknown op 'conv'; known: dropout, " in capsys.readouterr().err
+
+
+def test_report_ops_end_to_end(tmp_path, capsys):
+    flags = ["--quick", "--device", "cpu", "--blocks", "2", "--providers", "eager,xtrain"]
+    files = [str(tmp_path / f"r.{kind}") for kind in ("json", "md", "png")]
+    paths = ["--json", files[0], "--markdown", files[1], "--plot", files[2]]
+    assert report_ops.main([*flags, *paths]) == 0, capsys.readouterr().out
+    found = json.loads(Path(files[0]).read_text())
+    rows = found["data"]["rows"]
+    assert {row["op"] for row in rows} == set(BENCHES)
+    for row in rows:
+        assert row["error"] is None
+        assert row["missing"] or row["time_us"]["p20"] <= row["time_us"]["p50"]
+        assert row["missing"] or [len(visits) for visits in row["blocks_ms"]] == [2, 2]
+    ours = [row for row in rows if row["provider"] == "xtrain" and not row["missing"]]
+    assert {row["op"] for row in ours} >= set(OPS) & set(BENCHES)
+    assert all(row["error_ratio"] <= 2 for row in ours)
+    text = Path(files[1]).read_text()
+    parts = ["Question", "Result", "Setup", "Method", "Table", "Reproduce", "Limits"]
+    positions = [text.index(f"**{part}.**") for part in parts]
+    assert positions == sorted(positions) and all(f"### {op}" in text for op in BENCHES)
+    assert "report_ops.py --quick --device cpu" in text and str(tmp_path) not in text
+    assert Path(files[2]).read_bytes()[:4] == b"\x89PNG"
+
+
+def test_run_op_says_by_its_exit_code_that_a_provider_failed(monkeypatch, capsys):
+    wrong = {"wrong": Provider(lambda case: lambda gate, up: gate + up)}
+    monkeypatch.setattr(bench_swiglu, "PROVIDERS", wrong)
+    assert run_op.main("swiglu --device cpu --quick --blocks 1".split()) == 1
+    assert "failed: result" in capsys.readouterr().out
+
+
+def test_a_plot_of_nothing_is_no_file(tmp_path):
+    op_plot.draw([], tmp_path / "r.png", "nothing")
+    assert not (tmp_path / "r.png").exists()
