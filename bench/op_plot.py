@@ -55,9 +55,9 @@ def draw_op(panel: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     spare = iter(OTHER_COLOURS * 2)
     for index, provider in enumerate(providers):
         mine = [r for r in rows if r["provider"] == provider]
-        at = [cases.index(label_of(r)) - 0.4 + (index + 0.5) * width for r in mine]
+        middles = [cases.index(label_of(r)) - 0.4 + (index + 0.5) * width for r in mine]
         colour = COLOURS.get(provider) or next(spare)
-        panel.bar(at, [rate_of(r) for r in mine], width, label=provider, color=colour)
+        panel.bar(middles, [rate_of(r) for r in mine], width, label=provider, color=colour)
     for r in rows:
         if r["provider"] == COPY:
             at, first = cases.index(label_of(r)), label_of(r) == cases[0]

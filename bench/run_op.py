@@ -111,8 +111,8 @@ def measure(bench: ModuleType, device: Any, plan: Plan, *, quick: bool) -> list[
     cases = bench.CASES.get(device.type, [])
     for case in cases[:1] if quick else cases:
         start = time.perf_counter()
-        with caught(measured, bench, case):  # type: ignore[arg-type]
-            measured += measure_case(bench, case, device, plan)  # type: ignore[arg-type]
+        with caught(measured, bench, case):
+            measured += measure_case(bench, case, device, plan)
         print(f"{bench.OP}, {case}: {time.perf_counter() - start:.1f} s", flush=True)
     return measured
 

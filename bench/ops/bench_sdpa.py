@@ -191,7 +191,8 @@ def truth(case: Case, inputs: Inputs) -> list[Tensor]:
         one = Inputs((q[:, head : head + 1].detach().requires_grad_(), k, v), group.grad_outs)
         one.grad_outs = (group.grad_outs[0][:, head : head + 1],)
         out, grad_q, dk, dv = forward_and_backward(explicit, one)
-        outs.append(out), grads_q.append(grad_q)
+        outs.append(out)
+        grads_q.append(grad_q)
         grad_k += dk
         grad_v += dv
     return [torch.cat(outs, 1), torch.cat(grads_q, 1), grad_k, grad_v]

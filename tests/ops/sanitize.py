@@ -192,6 +192,15 @@ def _cross_entropy(make: Any) -> Iterator[tuple[Any, ...]]:
         yield make(T, V), targets, None, -100, 0.1, 1e-3, "mean"
 
 
+def _linear_cross_entropy(make: Any) -> Iterator[tuple[Any, ...]]:
+    import torch
+
+    for T, D, V in ((1, 1, 1), (5, 33, 1025), (131, 8, 129)):
+        options = (None, -100, 0.1, 1e-3, None, "mean", True, True)
+        for accumulation in ("fp32", "same"):
+            yield make(T, D), make(V, D), torch.randint(V, (T,)), *options, accumulation
+
+
 AWKWARD = {
     "dropout": _dropout,
     "rms_norm": _rms_norm,
@@ -201,6 +210,7 @@ AWKWARD = {
     "rope_qk": _rope_qk,
     "sdpa": _sdpa,
     "cross_entropy": _cross_entropy,
+    "linear_cross_entropy": _linear_cross_entropy,
 }
 
 if __name__ == "__main__":
