@@ -164,7 +164,7 @@ def names(entries):
 
 
 def test_order_of_built_in_registered_and_own(registry):
-    assert PASSES == ("insert_residual_dropout",)
+    assert PASSES[:2] == ("insert_residual_dropout", "normalise")
     passes.register("late", nothing)
     passes.register("early", nothing, after="insert_residual_dropout")
     passes.register("second", nothing, after="early")
@@ -173,6 +173,30 @@ def test_order_of_built_in_registered_and_own(registry):
     assert names(ordered) == expected
     passes.unregister("early")
     assert names(order([insertion()])) == ["insert_residual_dropout", "late", "second"]
+
+
+def normalised(name):
+    return Pass(name, nothing, nothing, normalised=True)
+
+
+def test_user_passes_run_on_dynamos_graph_unless_behind_one_of_the_normalised(registry):
+    """`after` decides the graph too; what stands behind such a pass stands there with it."""
+    passes.register("plain", nothing)
+    passes.register("behind norms", nothing, after="use_triton_rms_norm")
+    passes.register("behind that", nothing, after="behind norms")
+    builtin = [insertion(), normalised("normalise"), normalised("use_triton_rms_norm")]
+    builtin += [normalised("remove_noop_views")]
+    ordered = order(builtin, extra=[counts])
+    assert [(p.name, p.normalised) for p in ordered] == [
+        ("insert_residual_dropout", False),
+        ("plain", False),
+        ("counts", False),
+        ("normalise", True),
+        ("use_triton_rms_norm", True),
+        ("behind norms", True),
+        ("behind that", True),
+        ("remove_noop_views", True),
+    ]
 
 
 def test_registering_again_replaces(registry):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import fx
@@ -10,6 +12,7 @@ from torch import fx
 from xtrain import passes, torch_compat
 from xtrain.compiler.seeds import ENTRY_ROOT, Seeds, is_entry, readable_path
 from xtrain.compiler.session import Session, SiteError
+from xtrain.compiler.swaps import passes_of_normalised_graph, run_normalised, wanted
 from xtrain.passes import fx_utils
 from xtrain.passes.insert_residual_dropout import InsertResult, insert_residual_dropout
 from xtrain.passes.residual_sites import find_cut_adds
@@ -42,9 +45,15 @@ class Backend:
             return self._compile(inner, module, inputs, "")
         key = passes.cache_key(to_run, (options.backend, options.kernels))
         module = fx_utils.clone_graph(module)
-        results = self._run_passes(module, to_run)
+        first = [p for p in to_run if not p.normalised]
+        second = to_run[len(first) :]
+        dump_dir = self._dump_dir()
+        results = passes.run_passes(module, first, dump_dir=dump_dir, num_behind=len(second))
+        swap = functools.partial(
+            run_normalised, session, to_run=second, dump_dir=dump_dir, num_before=len(first)
+        )
         if not self.training:
-            return self._compile(inner, module, inputs, key)
+            return self._compile(inner, swap(module)[0], inputs, key)
         report.passes += results
         unseeded = [
             line.replace(f"{ENTRY_ROOT}.", "").replace(ENTRY_ROOT, "the model")
@@ -53,11 +62,14 @@ class Backend:
         report.unseeded += [line for line in unseeded if line not in report.unseeded]
         self._check_covered(module, inserted)
         seeds = Seeds(session, module, inserted.slots)
-        if not seeds.num_rows:
-            return seeds.watch(self._compile(inner, module, inputs, key))
-        example = torch_compat.fake_like_inputs(inputs, seeds.example())
-        seeds.placeholder.meta["example_value"] = example
-        return seeds.feed(self._compile(inner, module, [*inputs, example], key))
+        if seeds.num_rows:
+            example = torch_compat.fake_like_inputs(inputs, seeds.example())
+            seeds.placeholder.meta["example_value"] = example
+            inputs.append(example)
+        module, results = swap(module)
+        report.passes += results
+        compiled = self._compile(inner, module, inputs, key)
+        return seeds.feed(compiled) if seeds.num_rows else seeds.watch(compiled)
 
     def _passes(self, inserted: InsertResult) -> list[passes.Pass]:
         """The passes of this mode in running order; `inserted` receives the sites."""
@@ -78,19 +90,20 @@ class Backend:
             insert_residual_dropout,
             (("p", options.dropout), ("existing", options.existing)),
         )
-        ours = [insertion] if self.training else []
-        return passes.order(ours, options.passes, options.disable_passes)
+        every = [insertion, *passes_of_normalised_graph(self.session)]
+        ordered = passes.order(every, options.passes, options.disable_passes)
+        return wanted(self.session, ordered, training=self.training)
 
-    def _run_passes(
-        self, module: fx.GraphModule, to_run: list[passes.Pass]
-    ) -> list[passes.PassResult]:
-        dump = self.session.options.dump_graphs
-        if dump is not None:
-            report = self.session.report
-            number = report.num_train_graphs if self.training else report.num_eval_graphs
-            dump = dump / f"{'train' if self.training else 'eval'}_graph_{number:02d}"
-            dump.mkdir(parents=True, exist_ok=True)
-        return passes.run_passes(module, to_run, dump_dir=dump)
+    def _dump_dir(self) -> Path | None:
+        """The folder for this graph's dumps, made if there is to be one."""
+        folder = self.session.options.dump_graphs
+        if folder is None:
+            return None
+        report = self.session.report
+        number = report.num_train_graphs if self.training else report.num_eval_graphs
+        folder = folder / f"{'train' if self.training else 'eval'}_graph_{number:02d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
 
     def _check_covered(self, module: fx.GraphModule, inserted: InsertResult) -> None:
         report = self.session.report

@@ -56,7 +56,8 @@ class Report:
                 r.num_replaced,
                 f"{r.num_nodes_before} -> {r.num_nodes_after}",
                 f"{r.time_ms:.1f}",
-                "; ".join(f"{n} x {why}" for why, n in r.skipped.items()) or "-",
+                _counted(r.forms),
+                _counted(r.skipped),
             )
             for r in self.passes
         ]
@@ -64,7 +65,7 @@ class Report:
             tabulate(sites, ["residual site", "layer", "site", "dropout by"], tablefmt="simple"),
             tabulate(
                 passes,
-                ["pass", "matched", "replaced", "nodes", "time (ms)", "left alone"],
+                ["pass", "matched", "replaced", "nodes", "time (ms)", "form", "left alone"],
                 tablefmt="simple",
                 disable_numparse=True,
             ),
@@ -75,3 +76,7 @@ class Report:
         parts += [f"unseeded: {line}" for line in self.unseeded]
         parts += [f"note: {line}" for line in self.notes]
         return "\n\n".join(parts[:2]) + "\n\n" + "\n".join(parts[2:])
+
+
+def _counted(counts: dict[str, int]) -> str:
+    return "; ".join(f"{n} x {what}" for what, n in counts.items()) or "-"

@@ -1,7 +1,17 @@
 """The graph passes of xtrain.compile, in running order.
 
     insert_residual_dropout   first, on Dynamo's own graph: whatever fails later, dropout is in
-    registered passes         the user's, in the order of registration or where `after` puts them
+    registered passes         the user's, in the order of registration, then those of this compile
+    normalise                 on a copy: a later pass that fails costs kernels, never the dropout
+    use_triton_rms_norm       first of the swaps: what it leaves is plainer for the others
+    use_triton_swiglu
+    fuse_dropout_add_rms_norm behind the norms and the dropout that it joins
+    remove_noop_views         last: views and casts that the swaps put back to back
+
+`after` places a registered pass behind any of these: behind one of the normalised graph it runs
+there, together with it. The passes from normalise on run in training graphs, with kernels other
+than "off" and backends that compile; where only a pass of the user's asks for the normalised graph,
+normalise runs for it alone.
 
 A pass is a function on one fx.Graph that changes it in place and returns a PassResult; it may look
 into `fx_utils.walk_graphs(graph.owning_module)` for the bodies of checkpointed blocks.
@@ -18,8 +28,16 @@ from xtrain.passes.result import PassResult
 from xtrain.passes.runner import Pass, PassError, cache_key, run_passes
 
 INSERT_RESIDUAL_DROPOUT = "insert_residual_dropout"
+NORMALISE = "normalise"
 # Names in running order; each stands where it does for the reason in this module's docstring.
-PASSES: tuple[str, ...] = (INSERT_RESIDUAL_DROPOUT,)
+PASSES: tuple[str, ...] = (
+    INSERT_RESIDUAL_DROPOUT,
+    NORMALISE,
+    "use_triton_rms_norm",
+    "use_triton_swiglu",
+    "fuse_dropout_add_rms_norm",
+    "remove_noop_views",
+)
 
 UserPass = Callable[[fx.Graph], PassResult | None]
 
@@ -43,7 +61,7 @@ def register(name: str, pass_fn: UserPass, *, after: str | None = None) -> None:
 
     Args:     name: what logs, reports and `disable_passes` call it.
               pass_fn: takes one fx.Graph, changes it in place, returns a PassResult or None.
-              after: name of the pass that it follows; None: behind all.
+              after: name of the pass that it follows; None: behind all that run on Dynamo's graph.
     Raises:   ValueError if the name belongs to xtrain or `after` is unknown; TypeError if pass_fn
               cannot be called.
     """
@@ -67,7 +85,9 @@ def unregister(name: str) -> None:
 def order(
     builtin: Iterable[Pass], extra: Sequence[Any] = (), disabled: Iterable[str] = ()
 ) -> list[Pass]:
-    """Return the passes in running order: ours, the registered ones, then `extra`, less disabled.
+    """Return the passes in running order, less disabled; the user's stand before `normalise`.
+
+    A registered pass whose `after` names a pass of the normalised graph runs on that graph.
 
     Args:     builtin: xtrain's own passes with their options.
               extra: functions, or (name, function) pairs, of one call of xtrain.compile.
@@ -76,13 +96,18 @@ def order(
               an extra pass that is neither a function nor (name, function).
     """
     passes = list(builtin)
+
+    def end_of_first_stage() -> int:
+        return next((i for i, p in enumerate(passes) if p.normalised), len(passes))
+
     for name, (pass_fn, after) in _registered.items():
-        entry = Pass(name, pass_fn, pass_fn)
         names = [p.name for p in passes]
-        passes.insert(names.index(after) + 1 if after in names else len(passes), entry)
+        place = names.index(after) + 1 if after in names else end_of_first_stage()
+        normalised = after in names and passes[place - 1].normalised
+        passes.insert(place, Pass(name, pass_fn, pass_fn, normalised=normalised))
     for item in extra:
         name, pass_fn = _named(item)
-        passes.append(Pass(name, pass_fn, pass_fn))
+        passes.insert(end_of_first_stage(), Pass(name, pass_fn, pass_fn))
     names = [p.name for p in passes]
     if twice := sorted({n for n in names if names.count(n) > 1}):
         raise ValueError(f"two passes are named {twice[0]!r}; give each its own name")

@@ -7,11 +7,16 @@ from dataclasses import dataclass, field
 
 @dataclass
 class PassResult:
-    """Counts of one pass on one graph; the runner adds the name, the time and the node counts."""
+    """Counts of one pass on one graph; the runner adds the name, the time and the node counts.
+
+    skipped: reason -> how many matches were left as they are for it.
+    forms:   what swapped ops run as ("kernel", "decomposition: <why>") -> how many.
+    """
 
     num_matched: int = 0
     num_replaced: int = 0
     skipped: dict[str, int] = field(default_factory=dict)
+    forms: dict[str, int] = field(default_factory=dict)
     name: str = ""
     time_ms: float = 0.0
     num_nodes_before: int = 0

@@ -25,34 +25,48 @@ PassFn = Callable[[fx.Graph], PassResult | None]
 class PassError(RuntimeError):
     """A graph pass failed or left a broken graph; the message names it, the cause is attached."""
 
+    def __init__(self, message: str, pass_name: str = ""):
+        super().__init__(message)
+        self.pass_name = pass_name
+
 
 @dataclass(frozen=True)
 class Pass:
     """One entry of the running order.
 
-    name:     what logs, reports and `disable_passes` call it.
-    run:      changes the graph in place, returns counts (None counts as nothing matched).
-    source:   the function whose source enters the cache key, where `run` is a partial of it.
-    options:  values that change what it does; they enter the cache key.
+    name:       what logs, reports and `disable_passes` call it.
+    run:        changes the graph in place, returns counts (None counts as nothing matched).
+    source:     the function whose source enters the cache key, where `run` is a partial of it.
+    options:    values that change what it does; they enter the cache key.
+    normalised: whether it runs on the normalised graph, which may fail without loss of dropout.
     """
 
     name: str
     run: PassFn
     source: Callable[..., Any]
     options: tuple[tuple[str, object], ...] = ()
+    normalised: bool = False
 
 
 def run_passes(
-    module: fx.GraphModule, passes: Sequence[Pass], *, dump_dir: Path | None = None
+    module: fx.GraphModule,
+    passes: Sequence[Pass],
+    *,
+    dump_dir: Path | None = None,
+    num_before: int = 0,
+    num_behind: int = 0,
 ) -> list[PassResult]:
     """Run passes in order on a graph module of our own (never Dynamo's; see clone_graph).
 
     Logs one INFO line a pass and, with dump_dir, writes `01_<pass>.before.py` and `.after.py`.
+
+    Args:     num_before, num_behind: passes of the same graph in other calls, for the numbering.
     Raises:   PassError, naming the pass, when it raises, leaves a broken graph or returns something
               other than a PassResult or None.
     """
     results = []
-    for position, entry in enumerate(passes, start=1):
+    total = num_before + len(passes) + num_behind
+    for position, entry in enumerate(passes, start=num_before + 1):
         before = _readable(module) if dump_dir else ""
         nodes_before = _count_nodes(module)
         start = time.perf_counter()
@@ -62,7 +76,7 @@ def run_passes(
         result.num_nodes_before = nodes_before
         result.num_nodes_after = _count_nodes(module)
         results.append(result)
-        _log(position, len(passes), result)
+        _log(position, total, result)
         if dump_dir:
             stem = dump_dir / f"{position:02d}_{entry.name}"
             stem.with_suffix(".before.py").write_text(before)
@@ -71,18 +85,25 @@ def run_passes(
 
 
 def cache_key(passes: Iterable[Pass], extra: Iterable[object] = ()) -> str:
-    """Return a hash of the passes' names, order, sources and options, and of `extra`.
+    """Return a hash of the passes' names, order, sources and options, of xtrain's matchers, and of
+    `extra`.
 
     Inductor's caches key on the graph that they are given and on this: a graph that looks the
     same may have been lowered by another version of a pass or op.
     """
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(_sources())
     for entry in passes:
         for part in (entry.name, _source_of(entry.source), repr(entry.options)):
             digest.update(f"{len(part)}:{part};".encode())
     for item in extra:
         digest.update(f"{item!r};".encode())
     return digest.hexdigest()
+
+
+@functools.cache
+def _sources() -> bytes:
+    """The code that passes of ours share: a match or an op's form may change with any of it."""
+    return b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
 
 
 def _run_one(module: fx.GraphModule, entry: Pass) -> PassResult:
@@ -94,13 +115,15 @@ def _run_one(module: fx.GraphModule, entry: Pass) -> PassResult:
     except Exception as error:
         raise PassError(
             f"the graph pass {entry.name!r} failed with {type(error).__name__}: {error}. "
-            f"disable_passes=[{entry.name!r}] leaves it out."
+            f"disable_passes=[{entry.name!r}] leaves it out.",
+            entry.name,
         ) from error
     if result is None:
         return PassResult()
     if not isinstance(result, PassResult):
         raise PassError(
-            f"the graph pass {entry.name!r} returned {result!r}; return a PassResult or None"
+            f"the graph pass {entry.name!r} returned {result!r}; return a PassResult or None",
+            entry.name,
         )
     return result
 

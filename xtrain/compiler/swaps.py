@@ -1,0 +1,81 @@
+"""The second half of the pipeline: normalise a graph's copy and swap what is known for kernels."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from torch import fx
+
+from xtrain import passes
+from xtrain.compiler.session import Session
+from xtrain.passes import fx_utils
+from xtrain.passes.fuse_dropout_add_rms_norm import fuse_dropout_add_rms_norm
+from xtrain.passes.normalise import normalise
+from xtrain.passes.remove_noop_views import remove_noop_views
+from xtrain.passes.use_triton_rms_norm import use_triton_rms_norm
+from xtrain.passes.use_triton_swiglu import use_triton_swiglu
+
+log = logging.getLogger("xtrain.passes")
+
+_SWAPS: tuple[Callable[..., passes.PassResult], ...] = (
+    use_triton_rms_norm,
+    use_triton_swiglu,
+    fuse_dropout_add_rms_norm,
+)
+
+
+def passes_of_normalised_graph(session: Session) -> list[passes.Pass]:
+    """Return our passes from `normalise` on, in running order, with their options."""
+    options = session.options
+    entries = [passes.Pass(passes.NORMALISE, normalise, normalise, normalised=True)]
+    for swap in _SWAPS:
+        keywords = {"kernels": options.kernels, "backend": options.backend}
+        run = functools.partial(swap, **keywords)
+        entry = passes.Pass(swap.__name__, run, swap, tuple(keywords.items()), normalised=True)
+        entries.append(entry)
+    name = remove_noop_views.__name__
+    return [*entries, passes.Pass(name, remove_noop_views, remove_noop_views, normalised=True)]
+
+
+def wanted(session: Session, every: Sequence[passes.Pass], *, training: bool) -> list[passes.Pass]:
+    """Return those of the ordered passes that this mode and these options call for."""
+    options = session.options
+    swaps = training and options.kernels != "off" and options.backend != "eager"
+    asked = any(p.normalised and p.name not in passes.PASSES for p in every)
+    chosen = []
+    for entry in every:
+        if entry.name == passes.INSERT_RESIDUAL_DROPOUT and not training:
+            continue
+        ours = entry.normalised and entry.name in passes.PASSES
+        if not ours or swaps or (asked and entry.name == passes.NORMALISE):
+            chosen.append(entry)
+    return chosen
+
+
+def run_normalised(
+    session: Session,
+    module: fx.GraphModule,
+    to_run: Sequence[passes.Pass],
+    *,
+    dump_dir: Path | None,
+    num_before: int,
+) -> tuple[fx.GraphModule, list[passes.PassResult]]:
+    """Run the passes of the normalised graph on a copy; the module itself, if one of ours fails.
+
+    Whatever goes wrong here costs kernels and nothing else: the graph with its dropout is intact.
+    """
+    if not to_run:
+        return module, []
+    copy = fx_utils.clone_graph(module)
+    try:
+        results = passes.run_passes(copy, to_run, dump_dir=dump_dir, num_before=num_before)
+    except passes.PassError as error:
+        if error.pass_name not in passes.PASSES:
+            raise
+        log.warning("no kernels are swapped in, dropout stays as it is: %s", error)
+        session.note(f"no kernels are swapped in: {error}")
+        return module, []
+    return copy, results

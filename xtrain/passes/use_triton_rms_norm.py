@@ -1,0 +1,278 @@
+"""Swap root mean square norms for xtrain.rms_norm, in whatever order a model casts.
+
+Before:  c = x.to(fp32)                                       After:  y = xtrain.rms_norm(x, w, eps,
+         n = c * rsqrt(c.pow(2).mean(-1, keepdim) + eps)                   "llama" | "gemma")
+         y = w * n.to(x.dtype)                  "llama": cast, then multiply
+         y = (n * (1 + w.float())).to(x.dtype)  "gemma"
+         y = (w * n).to(x.dtype)                as "llama" on c, rounded once to x.dtype
+         y = F.rms_norm(x, (D,), w, eps)        multiplies in fp32, then casts
+Stage:   normalised graph.     Changes numerics: within tolerance; the order of casts stays.
+Anchor:  x / rms, as a product with rsqrt or a quotient by sqrt.
+Skips:   statistics formed in a half dtype, a norm without weight or whose x / rms is read
+         elsewhere, layer norms (x minus its mean), weights that are not one number per column.
+Also:    where every reader of y rounds it (autocast), the op rounds as it stores.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from xtrain.ops import OPS
+from xtrain.ops.dropout import compute_dtype
+from xtrain.passes.forms import (
+    Forms,
+    check_same_form,
+    emit_cast,
+    emit_op,
+    replace,
+    values_of,
+)
+from xtrain.passes.fx_utils import op_name, operand, tensor_meta
+from xtrain.passes.match import (
+    Refused,
+    Writes,
+    add_of,
+    cast_source,
+    div_of,
+    dtype_of,
+    is_number,
+    known_dtype,
+    mul_of,
+    name_of,
+    only_user,
+    power_of,
+    rounds_to,
+    sub_of,
+    unary_of,
+    uncast,
+)
+from xtrain.passes.result import PassResult
+from xtrain.passes.swap import swap_each
+
+OP = OPS["rms_norm"]
+
+
+@dataclass
+class Norm:
+    """A norm as found: what the op reads, and the node whose value it gives."""
+
+    x: fx.Node
+    weight: fx.Node
+    eps: float
+    cast: str
+    last: fx.Node
+    computes_in: torch.dtype | None = None  # cast x to it first: the op's own x.dtype rules y's
+    inner: list[Any] = field(default_factory=list)
+
+
+def use_triton_rms_norm(
+    graph: fx.Graph, *, kernels: str = "auto", backend: str = "inductor"
+) -> PassResult:
+    """Swap the norms of a graph and of its bodies; the report says how many, how and why not."""
+    forms = Forms(kernels, backend)
+
+    def swap(node: fx.Node, writes: Writes) -> str | None:
+        norm = _match_call(node) if op_name(node) == "rms_norm" else _match_spelt_out(node)
+        if norm is None:
+            return None
+        writes.refuse(norm.x, norm.weight)
+        return _swap(norm, forms)
+
+    return swap_each(graph, swap)
+
+
+def _swap(norm: Norm, forms: Forms) -> str:
+    graph, last = norm.last.graph, norm.last
+    y_dtype = rounds_to(last) or known_dtype(last)
+    with graph.inserting_before(last):
+        x = norm.x
+        if norm.computes_in is not None:
+            x = emit_cast(graph, x, norm.computes_in, last)
+        own = known_dtype(x)
+        if norm.cast == "llama":
+            own = torch.promote_types(own, known_dtype(norm.weight))
+        options: dict[str, Any] = {}
+        if y_dtype != own:
+            options["out_dtype"] = y_dtype
+        call = (x, norm.weight, norm.eps)
+        opaque, form = forms.choose(OP, *values_of(call), cast=norm.cast)
+        y = emit_op(graph, OP, (*call, norm.cast), last, opaque=opaque, **options)
+    check_same_form(y, last, dtype=y_dtype)
+    replace(last, y, norm.inner)
+    return form
+
+
+# --- F.rms_norm -----------------------------------------------------------------------------------
+
+
+def _match_call(node: fx.Node) -> Norm | None:
+    """F.rms_norm computes in fp32 up to its result, which has x's dtype."""
+    if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "xtrain":
+        return None
+    x = operand(node, 0, "input")
+    shape = operand(node, 1, "normalized_shape")
+    weight, eps = operand(node, 2, "weight"), operand(node, 3, "eps")
+    if not isinstance(x, fx.Node) or tensor_meta(x) is None:
+        return None
+    if isinstance(shape, tuple | list) and len(shape) != 1:
+        raise Refused("it normalises over several dims")
+    _check_weight(weight, x)
+    if eps is None:
+        eps = torch.finfo(known_dtype(x)).eps
+    if not is_number(eps):
+        raise Refused("eps is no constant")
+    c = compute_dtype(known_dtype(node))
+    return Norm(x, weight, float(eps), "llama", node, c if c != dtype_of(x) else None)
+
+
+# --- the norm spelt out ---------------------------------------------------------------------------
+
+
+def _match_spelt_out(node: fx.Node) -> Norm | None:
+    """Match from n = x / rms."""
+    found = _normalised(node)
+    if found is None:
+        return None
+    c, eps, inner = found
+    x = uncast(c)
+    if _is_centred(x):
+        raise Refused("it is a layer norm: the mean is taken off x")
+    if dtype_of(node) != compute_dtype(dtype_of(node) or torch.float32):
+        raise Refused(f"x / rms is formed in {name_of(dtype_of(node))}")
+    norm = _scaled(node, x)
+    norm.eps = eps
+    norm.inner += [node, *inner, c]
+    return norm
+
+
+def _normalised(node: fx.Node) -> tuple[fx.Node, float, list[Any]] | None:
+    """Return (c, eps, inner nodes) when a node is c / sqrt(mean(c^2) + eps), else None."""
+    pairs: list[tuple[Any, Any, Any]] = []  # value, what divides it squared, the node between
+    if (factors := mul_of(node)) is not None:
+        for value, rstd in (factors, factors[::-1]):
+            pairs.append((value, _square_of_reciprocal(rstd), rstd))
+    elif (quotient := div_of(node)) is not None:
+        value, rms = quotient
+        pairs.append((value, unary_of(rms, "sqrt") or power_of(rms, 0.5), rms))
+    for value, under_root, rstd in pairs:
+        if not isinstance(under_root, fx.Node) or not isinstance(value, fx.Node):
+            continue
+        if (statistics := _mean_square(under_root)) is None:
+            continue
+        c, eps, inner = statistics
+        if uncast(value) is not uncast(c):
+            return None  # a gate or a scale that divides one value by the rms of another
+        if dtype_of(rstd) != compute_dtype(dtype_of(rstd) or torch.float32):
+            raise Refused(f"1 / rms is rounded to {name_of(dtype_of(rstd))}")
+        if dtype_of(value) not in (dtype_of(c), dtype_of(uncast(c))):
+            raise Refused("x is rounded between its mean square and its quotient")
+        return c, eps, [rstd, *rstd.all_input_nodes, *inner, value]
+    return None
+
+
+def _square_of_reciprocal(node: object) -> Any:
+    """Return v when a node is 1 / sqrt(v), in any of its spellings, else None."""
+    if (under := unary_of(node, "rsqrt")) is not None:
+        return under
+    if (under := power_of(node, -0.5)) is not None:
+        return under
+    root = unary_of(node, "reciprocal")
+    if root is None and (quotient := div_of(node)) is not None and quotient[0] in (1, 1.0):
+        root = quotient[1]
+    return unary_of(root, "sqrt") if root is not None else None
+
+
+def _mean_square(node: fx.Node) -> tuple[fx.Node, float, list[Any]] | None:
+    """Return (c, eps, inner nodes) when a node is mean(c^2, -1, keepdim) + eps, else None."""
+    for mean, eps in _both_ways(add_of(node)):
+        if unary_of(mean, "mean") is None or not is_number(eps):
+            continue
+        squared = operand(mean, 0, "input", "self")
+        c = power_of(squared, 2)
+        value = tensor_meta(squared)
+        if not isinstance(c, fx.Node) or value is None:
+            return None
+        dim = operand(mean, 1, "dim")
+        dim = dim[0] if isinstance(dim, tuple | list) and len(dim) == 1 else dim
+        if dim not in (-1, value.ndim - 1) or operand(mean, 2, "keepdim") is not True:
+            return None
+        if value.dtype != compute_dtype(value.dtype):
+            raise Refused(f"the mean square is formed in {name_of(value.dtype)}")
+        if operand(mean, 3, "dtype") not in (None, value.dtype):
+            raise Refused("the mean square changes dtype as it is summed")
+        return c, float(eps), [node, mean, squared]
+    return None
+
+
+def _both_ways(pair: tuple[Any, Any] | None) -> tuple[tuple[Any, Any], ...]:
+    return () if pair is None else (pair, pair[::-1])
+
+
+def _scaled(n: fx.Node, x: fx.Node) -> Norm:
+    """Follow n = x / rms to the product with the weight and the casts on the way."""
+    user = only_user(n)
+    if user is None:
+        raise Refused("x / rms has other readers than the weight")
+    scaled, rounded = n, None
+    if cast_source(user) is n:
+        if dtype_of(user) != dtype_of(x):
+            raise Refused(
+                f"x / rms is rounded to {name_of(dtype_of(user))}, which is not x's dtype"
+            )
+        scaled, rounded = user, user
+        user = only_user(user)
+    factors = None if user is None else mul_of(user)
+    if user is None or factors is None or factors[0] is factors[1]:
+        raise Refused("it has no weight")
+    weight = factors[1] if factors[0] is scaled else factors[0]
+    _check_weight(weight, x)
+    if rounded is not None:
+        return Norm(x, weight, 0.0, "llama", user, inner=[rounded])
+    return _scaled_before_cast(n, x, weight, user)
+
+
+def _scaled_before_cast(n: fx.Node, x: fx.Node, weight: fx.Node, product: fx.Node) -> Norm:
+    """The orders that multiply first: by 1 + w in fp32 ("gemma"), or by w itself."""
+    inner: list[Any] = [product]
+    cast = "llama"
+    if (one_plus := _one_plus(weight)) is not None:
+        inner += [weight, *weight.all_input_nodes]
+        weight, cast = one_plus, "gemma"
+        _check_weight(weight, x)
+    last = product
+    user = only_user(product)
+    if user is not None and cast_source(user) is product and dtype_of(user) == dtype_of(x):
+        last = user
+    same = dtype_of(x) == dtype_of(n)
+    fits = same if cast == "llama" else same or last is not product
+    return Norm(x, weight, 0.0, cast, last, None if fits else dtype_of(n), inner)
+
+
+def _one_plus(weight: fx.Node) -> fx.Node | None:
+    """Return w when a node is 1 + w, formed in fp32."""
+    if dtype_of(weight) != compute_dtype(dtype_of(weight) or torch.float32):
+        return None  # 1 + w rounded to bf16 is a weight of its own
+    for one, w in _both_ways(add_of(weight)):
+        if one in (1, 1.0) and is_number(one) and isinstance(w, fx.Node):
+            return uncast(w)
+    return None
+
+
+def _check_weight(weight: Any, x: fx.Node) -> None:
+    if weight is None:
+        raise Refused("it has no weight")
+    w, value = tensor_meta(weight), tensor_meta(x)
+    if w is None or value is None or w.ndim != 1 or w.shape[0] != value.shape[-1]:
+        raise Refused("its weight is not one number per column")
+    if not w.dtype.is_floating_point or w.device != value.device:
+        raise Refused("its weight is no float tensor on the device of x")
+
+
+def _is_centred(x: fx.Node) -> bool:
+    """Whether a value is x - mean(x): what a layer norm divides by its standard deviation."""
+    difference = sub_of(x)
+    return difference is not None and unary_of(uncast(difference[1]), "mean") is not None
