@@ -200,7 +200,8 @@ def truth_by(function: Callable[..., Any], inputs: Inputs) -> list[Tensor]:
 
 def errors_of(results: Sequence[Tensor], truth: Sequence[Tensor]) -> list[float]:
     """Return the largest absolute error of each tensor."""
-    return [float((a.double() - b).abs().max()) for a, b in zip(results, truth, strict=True)]
+    with torch.no_grad():
+        return [float((a.double() - b).abs().max()) for a, b in zip(results, truth, strict=True)]
 
 
 def scales_of(truth: Sequence[Tensor]) -> list[float]:
