@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 import triton
-import triton.language as tl
-import triton.runtime.interpreter as interpreter
+from interpreter import bf16_rounds_to_nearest  # noqa: F401
 from mask_oracle import keep_mask
 
 from xtrain.ops.dropout import dropout_reference, scale_of, threshold_of
@@ -20,18 +19,7 @@ from xtrain.ops.triton.dropout import _dropout_fwd_kernel, dropout_bwd, dropout_
 SEED = -7046029254386353131
 
 
-@pytest.fixture(autouse=True)
-def bf16_rounds_to_nearest(monkeypatch):
-    """The interpreter cuts fp32 off to bf16; a GPU rounds to nearest even."""
-    convert = interpreter._convert_float
-
-    def rounding(data, source, target, mode):
-        if (str(source), str(target)) != ("fp32", "bf16"):
-            return convert(data, source, target, mode)
-        rounded = torch.from_numpy(np.ascontiguousarray(data)).to(torch.bfloat16)
-        return rounded.view(torch.int16).numpy().view(np.uint16)
-
-    monkeypatch.setattr(interpreter, "_convert_float", rounding)
+pytestmark = pytest.mark.usefixtures("bf16_rounds_to_nearest")
 
 
 def launch(function, x, p, seed, offset):
@@ -40,7 +28,7 @@ def launch(function, x, p, seed, offset):
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_outputs_equal_reference(dtype):
     for n in (1, 11, 1000, 4099):
         x = torch.randn(n, dtype=torch.float64).to(dtype)
@@ -50,7 +38,7 @@ def test_outputs_equal_reference(dtype):
             assert torch.equal(launch(dropout_bwd, x, p, SEED, 5), expected)
 
 
-@pytest.mark.parametrize("shape", [(7,), (3, 5, 7), (10007,), (1024, 1000)], ids=str)
+@pytest.mark.parametrize("shape", [(7,), (3, 5, 7), (10007,), (128, 1000)], ids=str)
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def test_mask_equals_oracle(shape, p):
     """Row C3. The last shape takes several blocks per program."""
@@ -60,23 +48,24 @@ def test_mask_equals_oracle(shape, p):
         assert (mask.numpy() == keep_mask(shape, p, SEED, offset)).all()
 
 
-@pytest.mark.parametrize("block,num_blocks", [(64, 1), (256, 3), (1024, 4)])
-def test_mask_does_not_depend_on_the_tiling(block, num_blocks):
-    n = 3001
-    out = torch.empty(n)
-    _dropout_fwd_kernel[(triton.cdiv(n, block * num_blocks),)](
-        torch.ones(n),
-        out,
-        torch.tensor(SEED),
-        torch.tensor(7),
-        n,
-        THRESHOLD=threshold_of(0.3),
-        SCALE=scale_of(0.3),
-        COMPUTE_DTYPE=tl.float32,
-        BLOCK=block,
-        NUM_BLOCKS=num_blocks,
-    )
-    assert ((out != 0).numpy() == keep_mask(n, 0.3, SEED, 7)).all()
+@pytest.mark.parametrize("block,num_blocks,vec", [(64, 1, 8), (256, 3, 1), (1024, 4, 4)])
+def test_mask_does_not_depend_on_the_tiling(block, num_blocks, vec):
+    for n, even in ((3001, False), (block * num_blocks, True)):
+        out = torch.full((n,), float("nan"))
+        _dropout_fwd_kernel[(triton.cdiv(n, block * num_blocks),)](
+            torch.ones(n),
+            out,
+            torch.tensor(SEED),
+            torch.tensor(7),
+            n,
+            (threshold_of(0.3) << 8) - 1,
+            scale_of(0.3),
+            BLOCK=block,
+            NUM_BLOCKS=num_blocks,
+            VEC=vec,
+            EVEN=even,
+        )
+        assert ((out != 0).numpy() == keep_mask(n, 0.3, SEED, 7)).all()
 
 
 def test_seed_is_read_by_value_not_by_address():

@@ -51,6 +51,17 @@ def _dropout(make: Make) -> Iterator[tuple[Any, ...]]:
         yield make(2, 3), p, _int64(5), _int64(0)
 
 
+def _dropout_add_rms_norm(make: Make) -> Iterator[tuple[Any, ...]]:
+    random = 0.25, _int64(5), _int64(3)
+    for shape, cast in (((2, 3, 8), "llama"), ((3, 8), "gemma"), ((1, 7), "llama")):
+        yield make(*shape), make(*shape), make(shape[-1]), *random, 1e-5, cast
+    yield make(2, 8), make(2, 8).float(), make(8).float(), *random, 1e-5, "llama", torch.bfloat16
+    for p in (0.0, 1.0):
+        yield make(2, 3), make(2, 3), make(3), p, _int64(5), _int64(0), 1e-5, "llama"
+    for shape in ((0, 8), (2, 0)):
+        yield make(*shape), make(*shape), make(shape[-1]), *random, 1e-5, "llama"
+
+
 def _sdpa(make: Make) -> Iterator[tuple[Any, ...]]:
     def qkv(B: int, N: int, M: int, T: int, S: int, H: int) -> tuple[Tensor, ...]:
         return make(B, N, T, H), make(B, M, S, H), make(B, M, S, H)
@@ -69,6 +80,7 @@ def _sdpa(make: Make) -> Iterator[tuple[Any, ...]]:
 def _rms_norm(make: Make) -> Iterator[tuple[Any, ...]]:
     for shape, cast in (((2, 3, 8), "llama"), ((3, 8), "gemma"), ((1, 7), "llama")):
         yield make(*shape), make(shape[-1]), 1e-5, cast
+    yield make(2, 8).float(), make(8), 1e-5, "llama", torch.bfloat16
     yield make(0, 8), make(8), 1e-5, "gemma"
     yield make(2, 0), make(0), 1e-5, "llama"
 
@@ -130,6 +142,7 @@ def _linear_cross_entropy(make: Make) -> Iterator[tuple[Any, ...]]:
 
 SAMPLES: dict[str, Callable[[Make], Iterator[tuple[Any, ...]]]] = {
     "dropout": _dropout,
+    "dropout_add_rms_norm": _dropout_add_rms_norm,
     "rms_norm": _rms_norm,
     "rope": _rope,
     "rope_qk": _rope_qk,

@@ -4,40 +4,37 @@ from __future__ import annotations
 
 import pytest
 import torch
-import triton.language as tl
 from ahead_of_time import ARCHITECTURES, compile_kernel
 from interpreter import run_interpreted
 
 from xtrain.ops.triton.dropout import _dropout_fwd_kernel, dropout_block_sizes
 
-ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
+ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def test_under_the_interpreter():
     run_interpreted("interpreted_dropout.py")
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "fp64"])
+@pytest.mark.parametrize("dtype", ITEMSIZE)
 @pytest.mark.parametrize("arch", ARCHITECTURES, ids=lambda sm: f"sm_{sm}")
 def test_compiles_without_spills(arch, dtype):
     block, num_blocks, num_warps = dropout_block_sizes(1 << 24, ITEMSIZE[dtype])
-    constants = {
-        "THRESHOLD": 1677722,
-        "SCALE": 1.0 / 0.9,
-        "COMPUTE_DTYPE": tl.float64 if dtype == "fp64" else tl.float32,
-        "BLOCK": block,
-        "NUM_BLOCKS": num_blocks,
-    }
-    pointers = {"x_ptr": dtype, "out_ptr": dtype, "seed_ptr": "i64", "offset_ptr": "i64"}
-    signature = {name: f"*{kind}" for name, kind in pointers.items()} | {"n_elements": "i64:16"}
+    vec = 16 // ITEMSIZE[dtype]
     usage = compile_kernel(
-        _dropout_fwd_kernel, signature, constants, arch=arch, num_warps=num_warps
+        _dropout_fwd_kernel,
+        {"x_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", "seed_ptr": "*i64", "offset_ptr": "*i64"}
+        | {"n_elements": "i64:16", "last_dropped": "i32", "scale": "fp32"},
+        {"BLOCK": block, "NUM_BLOCKS": num_blocks, "VEC": vec, "EVEN": True},
+        arch=arch,
+        num_warps=num_warps,
     )
-    assert usage.spills == 0, usage
-    # 128 registers let four programs of 128 threads, and more, share an SM of 65536
-    assert 0 < usage.registers <= 128, usage
-    if dtype != "fp64":
-        assert usage.count("LDG", "128") == usage.count("STG", "128") == num_blocks, usage
+    assert usage.spills == 0
+    # 64 registers let eight programs of 128 threads share an SM of 65536
+    assert 0 < usage.registers <= 64, usage
+    assert usage.count("LDG", "128") == usage.count("STG", "128") == num_blocks, usage
+    # the random bits take 20 integer operations; the rest moves, converts and selects
+    assert usage.instructions.total() / (num_blocks * vec) <= 32, usage
 
 
 def test_block_sizes():

@@ -14,6 +14,8 @@ from xtrain.ops.cross_entropy import OP as CROSS_ENTROPY
 from xtrain.ops.cross_entropy import cross_entropy
 from xtrain.ops.dropout import OP as DROPOUT
 from xtrain.ops.dropout import dropout, dropout_mask
+from xtrain.ops.dropout_add_rms_norm import OP as DROPOUT_ADD_RMS_NORM
+from xtrain.ops.dropout_add_rms_norm import dropout_add_rms_norm
 from xtrain.ops.linear_cross_entropy import OP as LINEAR_CROSS_ENTROPY
 from xtrain.ops.linear_cross_entropy import linear_cross_entropy
 from xtrain.ops.registry import Op
@@ -33,6 +35,7 @@ __all__ = [
     "Op",
     "cross_entropy",
     "dropout",
+    "dropout_add_rms_norm",
     "dropout_mask",
     "linear_cross_entropy",
     "rms_norm",
@@ -44,6 +47,7 @@ __all__ = [
 
 _TABLE = (
     DROPOUT,
+    DROPOUT_ADD_RMS_NORM,
     RMS_NORM,
     ROPE,
     ROPE_QK,

@@ -29,6 +29,7 @@ from xtrain.rng import to_signed
 
 INT64_MAX = (1 << 63) - 1
 INT64_MIN = -(1 << 63)
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def dropout_reference(x: Tensor, p: float, seed: int | Tensor, offset: int | Tensor = 0) -> Tensor:
@@ -127,7 +128,8 @@ def _fake(x: Tensor, p: float, seed: Tensor, offset: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def _cpu(x: Tensor, p: float, seed: Tensor, offset: Tensor) -> Tensor:
+def dropout_on_cpu(x: Tensor, p: float, seed: Tensor, offset: Tensor) -> Tensor:
+    """Return dropout by the compiled helper where there is one: what eager runs on a CPU."""
     _check_inputs(x, p)
     if p == 0:
         return x.clone(memory_format=torch.contiguous_format)
@@ -156,8 +158,8 @@ def _check_inputs(x: Tensor, p: float) -> None:
 
 def supports(x: Tensor, p: float, seed: int | Tensor, offset: int | Tensor = 0) -> str | None:
     """Return why the Triton kernel cannot take these inputs, or None when it can."""
-    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        return f"x is {x.dtype}; the kernel takes fp64, fp32, bf16 and fp16"
+    if x.dtype not in KERNEL_DTYPES:
+        return f"x is {x.dtype}; the kernel takes fp32, bf16 and fp16"
     if not torch_compat.has_triton():
         return "triton is not installed"
     return None
@@ -167,7 +169,7 @@ FORWARD = registry.define_op(
     "dropout(Tensor x, float p, Tensor seed, Tensor offset) -> Tensor",
     fake=_fake,
     decomposition=dropout_decomposition,
-    cpu=_cpu,
+    cpu=dropout_on_cpu,
     cuda=_cuda("dropout_fwd"),
 )
 # Dropout is linear and its matrix diagonal: the transpose is the same map. The backward is an op of
@@ -176,7 +178,7 @@ BACKWARD = registry.define_op(
     "dropout_backward(Tensor grad_out, float p, Tensor seed, Tensor offset) -> Tensor",
     fake=_fake,
     decomposition=dropout_decomposition,
-    cpu=_cpu,
+    cpu=dropout_on_cpu,
     cuda=_cuda("dropout_bwd"),
 )
 

@@ -11,11 +11,13 @@ s = weight or 1 + weight, and g = grad_y * s:
     grad_weight = sum over rows of grad_y * n     accumulated in c, rounded once
 
 Backward reads x and weight and recomputes r: both are there anyway, so nothing else is saved.
+The op's out_dtype rounds y once more: a cast that follows the norm costs no kernel of its own.
 """
 
 from __future__ import annotations
 
 import math
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -23,10 +25,11 @@ from torch import Tensor
 
 from xtrain import torch_compat
 from xtrain.ops import registry
-from xtrain.ops.dropout import compute_dtype
+from xtrain.ops.dropout import KERNEL_DTYPES, compute_dtype
 from xtrain.ops.layout import contiguous
 
 CASTS = ("llama", "gemma")
+MAX_COLS = 16384  # of the kernel: a thread then holds 32 elements of a row in each tensor
 
 
 def rms_norm_reference(
@@ -41,20 +44,32 @@ def rms_norm_reference(
     return (normalised * (1.0 + weight.to(c))).to(x.dtype)
 
 
-def rms_norm_decomposition(x: Tensor, weight: Tensor, eps: float, cast: str) -> Tensor:
+def rms_norm_decomposition(
+    x: Tensor, weight: Tensor, eps: float, cast: str, out_dtype: torch.dtype | None = None
+) -> Tensor:
     """Return the norm as inductor fuses it: one reduction, one pass."""
     x = x.contiguous()
     c = compute_dtype(torch.promote_types(x.dtype, weight.dtype))
     normalised = x.to(c) * _rstd(x.to(c), eps)
     if cast == "llama":
-        return normalised.to(x.dtype) * weight
-    return (normalised * (1.0 + weight.to(c))).to(x.dtype)
+        out = normalised.to(x.dtype) * weight
+    else:
+        out = (normalised * (1.0 + weight.to(c))).to(x.dtype)
+    return out if out_dtype is None else out.to(out_dtype)
 
 
 def rms_norm_backward_decomposition(
     grad_out: Tensor, x: Tensor, weight: Tensor, eps: float, cast: str
 ) -> tuple[Tensor, Tensor]:
     """Return (grad_x, grad_weight) by the formulas above."""
+    grad_x, grad_weight = gradients(grad_out, x, weight, eps, cast)
+    return grad_x.to(x.dtype), grad_weight.to(weight.dtype)
+
+
+def gradients(
+    grad_out: Tensor, x: Tensor, weight: Tensor, eps: float, cast: str
+) -> tuple[Tensor, Tensor]:
+    """Return (grad_x, grad_weight) in c, before their last rounding."""
     x, grad_out = x.contiguous(), grad_out.contiguous()
     c = compute_dtype(torch.promote_types(x.dtype, weight.dtype))
     rstd = _rstd(x.to(c), eps)
@@ -62,8 +77,7 @@ def rms_norm_backward_decomposition(
     rounded = normalised.to(x.dtype).to(c) if cast == "llama" else normalised
     grad_weight = (g * rounded).sum(tuple(range(x.dim() - 1))) if x.dim() > 1 else g * rounded
     g = g * (weight.to(c) if cast == "llama" else 1.0 + weight.to(c))
-    grad_x = rstd * (g - normalised * (g * normalised).mean(-1, keepdim=True))
-    return grad_x.to(x.dtype), grad_weight.to(weight.dtype)
+    return rstd * (g - normalised * (g * normalised).mean(-1, keepdim=True)), grad_weight
 
 
 def _rstd(x: Tensor, eps: float) -> Tensor:
@@ -92,28 +106,54 @@ def check_inputs(x: Tensor, weight: Tensor, eps: float, cast: str) -> None:
 
 def supports(x: Tensor, weight: Tensor, eps: float = 1e-6, *, cast: str = "llama") -> str | None:
     """Return why the Triton kernel cannot take these inputs, or None when it can."""
-    return "rms_norm has no Triton kernel yet; the decomposition runs"
+    return row_kernel_refuses(x=x, weight=weight)
 
 
-def _out_dtype(x: Tensor, weight: Tensor, cast: str) -> torch.dtype:
-    return torch.promote_types(x.dtype, weight.dtype) if cast == "llama" else x.dtype
+def row_kernel_refuses(**tensors: Tensor) -> str | None:
+    """Return why kernels that hold whole rows in registers cannot take these tensors, or None."""
+    for name, tensor in tensors.items():
+        if tensor.dtype not in KERNEL_DTYPES:
+            return f"{name} is {tensor.dtype}; the kernel takes fp32, bf16 and fp16"
+        if tensor.shape[-1] > MAX_COLS:
+            return f"{name} has {tensor.shape[-1]} columns; the kernel takes up to {MAX_COLS}"
+    return None if torch_compat.has_triton() else "triton is not installed"
 
 
-def _fake(x: Tensor, weight: Tensor, eps: float, cast: str) -> Tensor:
+def prefers_kernel(x: Tensor, weight: Tensor, eps: float = 1e-6, *, cast: str = "llama") -> bool:
+    """Return whether, under inductor, the kernel is the faster form."""
+    return False
+
+
+def norm_dtype(x_dtype: torch.dtype, weight_dtype: torch.dtype, cast: str) -> torch.dtype:
+    """Return the dtype that the norm of x rounds to."""
+    return torch.promote_types(x_dtype, weight_dtype) if cast == "llama" else x_dtype
+
+
+def _fake(
+    x: Tensor, weight: Tensor, eps: float, cast: str, out_dtype: torch.dtype | None = None
+) -> Tensor:
     check_inputs(x, weight, eps, cast)
-    return torch.empty(x.shape, dtype=_out_dtype(x, weight, cast), device=x.device)
+    dtype = out_dtype or norm_dtype(x.dtype, weight.dtype, cast)
+    return torch.empty(x.shape, dtype=dtype, device=x.device)
 
 
-def _eager(x: Tensor, weight: Tensor, eps: float, cast: str) -> Tensor:
+def _eager(
+    x: Tensor, weight: Tensor, eps: float, cast: str, out_dtype: torch.dtype | None = None
+) -> Tensor:
     check_inputs(x, weight, eps, cast)
-    return rms_norm_decomposition(contiguous(x), weight, eps, cast)
+    return rms_norm_decomposition(contiguous(x), weight, eps, cast, out_dtype)
 
 
-def _backward_eager(
-    grad_out: Tensor, x: Tensor, weight: Tensor, eps: float, cast: str
-) -> tuple[Tensor, Tensor]:
-    dense = contiguous(grad_out), contiguous(x), contiguous(weight)
-    return rms_norm_backward_decomposition(*dense, eps, cast)
+def _cuda(
+    x: Tensor, weight: Tensor, eps: float, cast: str, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    check_inputs(x, weight, eps, cast)
+    rounds_to = norm_dtype(x.dtype, weight.dtype, cast)
+    dtype = out_dtype or rounds_to
+    if x.numel() == 0 or dtype not in KERNEL_DTYPES or supports(x, weight) is not None:
+        return _eager(x, weight, eps, cast, out_dtype)
+    launch = import_module("xtrain.ops.triton.rms_norm").rms_norm_fwd
+    return launch(x.contiguous(), weight.contiguous(), eps, cast == "llama", rounds_to, dtype)
 
 
 def _backward_fake(
@@ -125,31 +165,50 @@ def _backward_fake(
     )
 
 
+def _backward_eager(
+    grad_out: Tensor, x: Tensor, weight: Tensor, eps: float, cast: str
+) -> tuple[Tensor, Tensor]:
+    dense = contiguous(grad_out), contiguous(x), contiguous(weight)
+    return rms_norm_backward_decomposition(*dense, eps, cast)
+
+
+def _backward_cuda(
+    grad_out: Tensor, x: Tensor, weight: Tensor, eps: float, cast: str
+) -> tuple[Tensor, Tensor]:
+    if x.numel() == 0 or row_kernel_refuses(grad_out=grad_out, x=x, weight=weight) is not None:
+        return _backward_eager(grad_out, x, weight, eps, cast)
+    launch = import_module("xtrain.ops.triton.rms_norm").rms_norm_bwd
+    dense = grad_out.contiguous(), x.contiguous(), weight.contiguous()
+    return launch(*dense, eps, cast == "llama")
+
+
 FORWARD = registry.define_op(
-    "rms_norm(Tensor x, Tensor weight, float eps, str cast) -> Tensor",
+    "rms_norm(Tensor x, Tensor weight, float eps, str cast, ScalarType? out_dtype=None, "
+    "bool opaque=False) -> Tensor",
     fake=_fake,
     decomposition=rms_norm_decomposition,
     cpu=_eager,
-    cuda=_eager,
+    cuda=_cuda,
 )
 BACKWARD = registry.define_op(
-    "rms_norm_backward(Tensor grad_out, Tensor x, Tensor weight, float eps, str cast) "
-    "-> (Tensor, Tensor)",
+    "rms_norm_backward(Tensor grad_out, Tensor x, Tensor weight, float eps, str cast, "
+    "bool opaque=False) -> (Tensor, Tensor)",
     fake=_backward_fake,
     decomposition=rms_norm_backward_decomposition,
     cpu=_backward_eager,
-    cuda=_backward_eager,
+    cuda=_backward_cuda,
 )
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, ctx.eps, ctx.cast = inputs
+    x, weight, ctx.eps, ctx.cast, _, ctx.opaque = inputs
     ctx.save_for_backward(x, weight)
 
 
 def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
-    return *BACKWARD(grad_out, x, weight, ctx.eps, ctx.cast), None, None
+    grads = BACKWARD(grad_out, x, weight, ctx.eps, ctx.cast, ctx.opaque)
+    return *grads, None, None, None, None
 
 
 registry.define_autograd(FORWARD, _backward, _setup_context)
@@ -170,7 +229,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, cast: str = "llama
               holds no floats.
     Source:   Zhang, Sennrich 2019 (RMSNorm).
     """
-    return FORWARD(x, weight, eps, cast)
+    opaque = registry.opaque(prefers_kernel, x, weight, eps, cast=cast)
+    return FORWARD(x, weight, eps, cast, None, opaque)
 
 
 OP = registry.Op(
@@ -182,4 +242,5 @@ OP = registry.Op(
     decomposition=rms_norm_decomposition,
     backward_decomposition=rms_norm_backward_decomposition,
     supports=supports,
+    prefers_kernel=prefers_kernel,
 )

@@ -8,12 +8,16 @@ Random:  key and counter as in splitmix64.py beside this file; the keep decision
          not depend on BLOCK, NUM_BLOCKS or the grid.
 """
 
+# Triton's tuples grow chunk by chunk, which the types of Python's do not foresee.
+# mypy: disable-error-code="assignment"
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from xtrain.ops.triton.splitmix64 import GAMMA, random_bits24
+from xtrain.ops.triton.casts import widened
+from xtrain.ops.triton.splitmix64 import GAMMA, counter, dropped_out, keeps
 
 
 @triton.jit
@@ -23,25 +27,33 @@ def _dropout_fwd_kernel(
     seed_ptr,
     offset_ptr,
     n_elements,
-    THRESHOLD: tl.constexpr,
-    SCALE: tl.constexpr,
-    COMPUTE_DTYPE: tl.constexpr,
+    last_dropped,
+    scale,
     BLOCK: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
+    VEC: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
+    lane = tl.arange(0, BLOCK)
+    first = tl.program_id(0).to(tl.int64) * (BLOCK * NUM_BLOCKS)
+    xs = ()  # all loads before the first store, behind which the compiler would have to keep them
+    for block in tl.static_range(NUM_BLOCKS):
+        at = first + block * BLOCK + lane
+        if EVEN:
+            xs = xs + (tl.load(x_ptr + at),)
+        else:
+            xs = xs + (tl.load(x_ptr + at, mask=at < n_elements, other=0.0),)
     seed = tl.load(seed_ptr).to(tl.uint64)
     offset = tl.load(offset_ptr).to(tl.uint64)
-    lane = tl.arange(0, BLOCK)
-    lane_key = lane.to(tl.uint64) * GAMMA
-    first = tl.program_id(0).to(tl.int64) * (BLOCK * NUM_BLOCKS)
+    start = (offset + first.to(tl.uint64)) * GAMMA
     for block in tl.static_range(NUM_BLOCKS):
-        start = first + block * BLOCK
-        inside = start + lane < n_elements
-        x = tl.load(x_ptr + start + lane, mask=inside, other=0.0).to(COMPUTE_DTYPE)
-        key = seed ^ (lane_key + (offset + start.to(tl.uint64)) * GAMMA)
-        keep = random_bits24(key) >= THRESHOLD
-        out = tl.where(keep, x * SCALE, 0.0)
-        tl.store(out_ptr + start + lane, out.to(out_ptr.dtype.element_ty), mask=inside)
+        keep = keeps(seed ^ (start + counter(block * BLOCK + lane, VEC)), last_dropped)
+        out = dropped_out(widened(xs[block]), keep, scale).to(out_ptr.dtype.element_ty)
+        at = first + block * BLOCK + lane
+        if EVEN:
+            tl.store(out_ptr + at, out)
+        else:
+            tl.store(out_ptr + at, out, mask=at < n_elements)
 
 
 def dropout_block_sizes(n_elements: int, itemsize: int) -> tuple[int, int, int]:
@@ -57,7 +69,7 @@ def dropout_block_sizes(n_elements: int, itemsize: int) -> tuple[int, int, int]:
 
 
 def dropout_fwd(x: Tensor, threshold: int, scale: float, seed: Tensor, offset: Tensor) -> Tensor:
-    """Launch on contiguous x; keep where the 24 random bits are >= threshold, times scale."""
+    """Launch on contiguous x; keep where the 24 random bits are >= threshold > 0, times scale."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)  # empty_like would keep odd strides
     n_elements = x.numel()
     block, num_blocks, num_warps = dropout_block_sizes(n_elements, x.element_size())
@@ -67,11 +79,12 @@ def dropout_fwd(x: Tensor, threshold: int, scale: float, seed: Tensor, offset: T
         seed,
         offset,
         n_elements,
-        THRESHOLD=threshold,
-        SCALE=scale,
-        COMPUTE_DTYPE=tl.float64 if x.dtype == torch.float64 else tl.float32,
+        (threshold << 8) - 1,
+        scale,
         BLOCK=block,
         NUM_BLOCKS=num_blocks,
+        VEC=max(16 // x.element_size(), 1),
+        EVEN=n_elements % (block * num_blocks) == 0,
         num_warps=num_warps,
     )
     return out

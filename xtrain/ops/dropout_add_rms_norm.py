@@ -1,0 +1,366 @@
+"""Dropout of a branch, the residual sum, and the RMS norm that the next layer starts with.
+
+    d = dropout(x, p, seed, offset)          rounded to x's dtype
+    h = residual + d                         rounded to the dtype that x and residual promote to
+    y = rms_norm(h, weight, eps, cast)       rounded as the norm says, then to y_dtype if given
+
+Backward of (grad_h, grad_y), either of which may be missing:
+
+    g             = grad_h + (gradient of the norm at h for grad_y)      in c, not rounded between
+    grad_residual = g
+    grad_x        = keep ? g * (1 / (1 - p)) : +0
+
+It reads h and weight: the mask comes from seed and offset again, the row's 1 / rms from h.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xtrain import torch_compat
+from xtrain.ops import registry
+from xtrain.ops.dropout import (
+    KERNEL_DTYPES,
+    as_int64_scalar,
+    check_p,
+    compute_dtype,
+    dropout_decomposition,
+    dropout_on_cpu,
+    dropout_reference,
+    scale_of,
+    threshold_of,
+)
+from xtrain.ops.layout import contiguous
+from xtrain.ops.rms_norm import check_inputs as check_norm_inputs
+from xtrain.ops.rms_norm import (
+    gradients,
+    norm_dtype,
+    rms_norm_decomposition,
+    rms_norm_reference,
+    row_kernel_refuses,
+)
+
+Dtype = torch.dtype
+
+
+def dropout_add_rms_norm_reference(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    p: float,
+    seed: int | Tensor,
+    offset: int | Tensor = 0,
+    eps: float = 1e-6,
+    *,
+    cast: str = "llama",
+) -> tuple[Tensor, Tensor]:
+    """Return (h, y) by the formulas above; differentiable."""
+    check_inputs(x, residual, weight, p, eps, cast)
+    h = residual + dropout_reference(x, p, seed, offset)
+    return h, rms_norm_reference(h, weight, eps, cast=cast)
+
+
+def dropout_add_rms_norm_decomposition(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    p: float,
+    seed: Tensor,
+    offset: Tensor,
+    eps: float,
+    cast: str,
+    y_dtype: Dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return (h, y) as inductor fuses them: one pass over the rows."""
+    branch = dropout_decomposition(x, p, seed, offset) if p > 0 else x.contiguous()
+    h = residual.contiguous() + branch
+    return h, rms_norm_decomposition(h, weight, eps, cast, y_dtype)
+
+
+def dropout_add_rms_norm_backward_decomposition(
+    h: Tensor,
+    weight: Tensor,
+    grad_h: Tensor | None,
+    grad_y: Tensor | None,
+    p: float,
+    seed: Tensor,
+    offset: Tensor,
+    eps: float,
+    cast: str,
+    x_dtype: Dtype,
+    residual_dtype: Dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (grad_x, grad_residual, grad_weight) by the formulas above."""
+    c = compute_dtype(torch.promote_types(h.dtype, weight.dtype))
+    if grad_y is not None:
+        grad, grad_weight = gradients(grad_y, h, weight, eps, cast)
+        if grad_h is not None:
+            grad = grad_h.contiguous().to(c) + grad
+    else:
+        shape = h.shape
+        grad = torch.zeros(shape, dtype=c, device=h.device) if grad_h is None else grad_h.to(c)
+        grad_weight = torch.zeros(weight.shape, dtype=c, device=h.device)
+        grad = grad.contiguous()
+    # Clones, where a cast or p = 0 would hand the same tensor, or an input, on.
+    grad_residual = grad.to(residual_dtype, copy=True)
+    grad_x = (dropout_decomposition(grad, p, seed, offset) if p > 0 else grad).to(
+        x_dtype, copy=True
+    )
+    return grad_x, grad_residual, grad_weight.to(weight.dtype)
+
+
+def check_inputs(
+    x: Tensor, residual: Tensor, weight: Tensor, p: float, eps: float, cast: str
+) -> None:
+    """Raise ValueError for inputs that do not go together."""
+    check_p(p)
+    check_norm_inputs(x, weight, eps, cast)
+    if x.shape != residual.shape:
+        message = f"residual must have x's shape, got {tuple(residual.shape)} for {tuple(x.shape)}"
+    elif not residual.dtype.is_floating_point:
+        message = f"residual must hold floats, got {residual.dtype}"
+    elif x.device != residual.device:
+        message = f"residual is on {residual.device} and x on {x.device}: move one to the other"
+    else:
+        return
+    raise torch_compat.argument_error(f"dropout_add_rms_norm: {message}")
+
+
+def supports(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    p: float,
+    seed: int | Tensor,
+    offset: int | Tensor = 0,
+    eps: float = 1e-6,
+    *,
+    cast: str = "llama",
+) -> str | None:
+    """Return why the Triton kernel cannot take these inputs, or None when it can."""
+    return row_kernel_refuses(x=x, residual=residual, weight=weight)
+
+
+def prefers_kernel(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    p: float,
+    seed: int | Tensor,
+    offset: int | Tensor = 0,
+    eps: float = 1e-6,
+    *,
+    cast: str = "llama",
+) -> bool:
+    """Return whether, under inductor, the kernel is the faster form."""
+    return False
+
+
+def _dtypes(
+    x: Tensor, residual: Tensor, weight: Tensor, cast: str, y_dtype: Dtype | None
+) -> tuple[Dtype, Dtype, Dtype]:
+    """Return the dtypes of h, of the norm, and of y."""
+    h_dtype = torch.promote_types(x.dtype, residual.dtype)
+    rounds_to = norm_dtype(h_dtype, weight.dtype, cast)
+    return h_dtype, rounds_to, y_dtype or rounds_to
+
+
+def _fake(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    p: float,
+    seed: Tensor,
+    offset: Tensor,
+    eps: float,
+    cast: str,
+    y_dtype: Dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    check_inputs(x, residual, weight, p, eps, cast)
+    h_dtype, _, out_dtype = _dtypes(x, residual, weight, cast, y_dtype)
+    return (
+        torch.empty(x.shape, dtype=h_dtype, device=x.device),
+        torch.empty(x.shape, dtype=out_dtype, device=x.device),
+    )
+
+
+def _cpu(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    p: float,
+    seed: Tensor,
+    offset: Tensor,
+    eps: float,
+    cast: str,
+    y_dtype: Dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    check_inputs(x, residual, weight, p, eps, cast)
+    branch = dropout_on_cpu(x, p, seed, offset) if p > 0 else x
+    h = contiguous(residual) + contiguous(branch)
+    return h, rms_norm_decomposition(h, weight, eps, cast, y_dtype)
+
+
+def _cuda(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    p: float,
+    seed: Tensor,
+    offset: Tensor,
+    eps: float,
+    cast: str,
+    y_dtype: Dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    check_inputs(x, residual, weight, p, eps, cast)
+    _, rounds_to, out_dtype = _dtypes(x, residual, weight, cast, y_dtype)
+    refused = row_kernel_refuses(x=x, residual=residual, weight=weight)
+    if x.numel() == 0 or out_dtype not in KERNEL_DTYPES or refused is not None:
+        dense = contiguous(x), contiguous(residual), weight
+        return dropout_add_rms_norm_decomposition(*dense, p, seed, offset, eps, cast, y_dtype)
+    dense = x.contiguous(), residual.contiguous(), weight.contiguous()
+    random = threshold_of(p), scale_of(p), seed, offset
+    launch = import_module("xtrain.ops.triton.dropout_add_rms_norm").dropout_add_rms_norm_fwd
+    return launch(*dense, *random, eps, cast == "llama", rounds_to, out_dtype)
+
+
+def _backward_fake(
+    h: Tensor,
+    weight: Tensor,
+    grad_h: Tensor | None,
+    grad_y: Tensor | None,
+    p: float,
+    seed: Tensor,
+    offset: Tensor,
+    eps: float,
+    cast: str,
+    x_dtype: Dtype,
+    residual_dtype: Dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        torch.empty(h.shape, dtype=x_dtype, device=h.device),
+        torch.empty(h.shape, dtype=residual_dtype, device=h.device),
+        torch.empty(weight.shape, dtype=weight.dtype, device=h.device),
+    )
+
+
+def _backward_eager(
+    h: Tensor, weight: Tensor, grad_h: Tensor | None, grad_y: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_h, grad_y = (None if grad is None else contiguous(grad) for grad in (grad_h, grad_y))
+    dense = contiguous(h), contiguous(weight)
+    return dropout_add_rms_norm_backward_decomposition(*dense, grad_h, grad_y, *rest)
+
+
+def _backward_cuda(
+    h: Tensor,
+    weight: Tensor,
+    grad_h: Tensor | None,
+    grad_y: Tensor | None,
+    p: float,
+    seed: Tensor,
+    offset: Tensor,
+    eps: float,
+    cast: str,
+    x_dtype: Dtype,
+    residual_dtype: Dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    given = {"h": h, "weight": weight, "grad_h": grad_h, "grad_y": grad_y}
+    refused = row_kernel_refuses(**{name: t for name, t in given.items() if t is not None})
+    if h.numel() == 0 or grad_y is None or refused is not None:
+        rest = p, seed, offset, eps, cast, x_dtype, residual_dtype
+        return _backward_eager(h, weight, grad_h, grad_y, *rest)
+    dense = grad_y.contiguous(), h.contiguous(), weight.contiguous()
+    random = threshold_of(p), scale_of(p), seed, offset
+    launch = import_module("xtrain.ops.triton.dropout_add_rms_norm").dropout_add_rms_norm_bwd
+    grad_h = None if grad_h is None else grad_h.contiguous()
+    return launch(grad_h, *dense, *random, eps, cast == "llama", x_dtype, residual_dtype)
+
+
+FORWARD = registry.define_op(
+    "dropout_add_rms_norm(Tensor x, Tensor residual, Tensor weight, float p, Tensor seed, "
+    "Tensor offset, float eps, str cast, ScalarType? y_dtype=None, bool opaque=False) "
+    "-> (Tensor, Tensor)",
+    fake=_fake,
+    decomposition=dropout_add_rms_norm_decomposition,
+    cpu=_cpu,
+    cuda=_cuda,
+)
+# h first, not the gradients as elsewhere: the launch goes to the GPU of the first argument, and
+# either gradient may be None.
+BACKWARD = registry.define_op(
+    "dropout_add_rms_norm_backward(Tensor h, Tensor weight, Tensor? grad_h, Tensor? grad_y, "
+    "float p, Tensor seed, Tensor offset, float eps, str cast, ScalarType x_dtype, "
+    "ScalarType residual_dtype, bool opaque=False) -> (Tensor, Tensor, Tensor)",
+    fake=_backward_fake,
+    decomposition=dropout_add_rms_norm_backward_decomposition,
+    cpu=_backward_eager,
+    cuda=_backward_cuda,
+)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, residual, weight, ctx.p, seed, offset, ctx.eps, ctx.cast, _, ctx.opaque = inputs
+    ctx.dtypes = x.dtype, residual.dtype
+    ctx.save_for_backward(output[0], weight, seed, offset)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad_h: Tensor | None, grad_y: Tensor | None) -> tuple[Tensor | None, ...]:
+    h, weight, seed, offset = ctx.saved_tensors
+    arguments = ctx.p, seed, offset, ctx.eps, ctx.cast, *ctx.dtypes, ctx.opaque
+    return *BACKWARD(h, weight, grad_h, grad_y, *arguments), *[None] * 7
+
+
+registry.define_autograd(FORWARD, _backward, _setup_context)
+registry.forbid_second_derivative(BACKWARD)
+
+
+def dropout_add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    p: float,
+    seed: int | Tensor,
+    offset: int | Tensor = 0,
+    eps: float = 1e-6,
+    *,
+    cast: str = "llama",
+) -> tuple[Tensor, Tensor]:
+    """Return h = residual + dropout(x) and its norm y = rms_norm(h).
+
+    Shapes:   x and residual (..., D) of one shape, any strides; weight (D); seed (), int64, on x's
+              device; h and y like x, contiguous, never aliases.
+    Args:     p, seed, offset: as for `dropout`; with p = 0 nothing random is computed.
+              eps, cast: as for `rms_norm`.
+    Random:   the mask of `dropout` for a tensor of x's shape, bit for bit.
+    Grad:     for x, residual and weight, from the gradients of h and y, either of which may be
+              missing; saves h and weight, neither mask nor row statistics.
+    Numerics: dropout(x) is rounded to x's dtype and h to the dtype that x and residual promote to,
+              as op by op; the norm as in `rms_norm`. In the backward the two gradients of h are
+              added in fp32 (fp64 for fp64) and rounded once.
+    Raises:   ValueError if p is outside [0, 1] or NaN, shapes or devices differ, or `rms_norm`
+              would raise; TypeError if seed or offset is neither int nor a 0-d int64 tensor.
+    Source:   Srivastava et al. 2014 (dropout); Zhang, Sennrich 2019 (RMSNorm).
+    """
+    seed = as_int64_scalar("seed", seed, x.device)
+    offset = as_int64_scalar("offset", offset, x.device)
+    opaque = registry.opaque(prefers_kernel, x, residual, weight, p, seed, offset, eps, cast=cast)
+    return FORWARD(x, residual, weight, p, seed, offset, eps, cast, None, opaque)
+
+
+OP = registry.Op(
+    name="dropout_add_rms_norm",
+    public=dropout_add_rms_norm,
+    reference=dropout_add_rms_norm_reference,
+    forward=FORWARD,
+    backward=BACKWARD,
+    decomposition=dropout_add_rms_norm_decomposition,
+    backward_decomposition=dropout_add_rms_norm_backward_decomposition,
+    supports=supports,
+    prefers_kernel=prefers_kernel,
+)
