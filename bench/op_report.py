@@ -15,6 +15,8 @@ from bench.ops.common import BEST_OTHER, COPY, INDUCTOR, LIGER, OURS, SEE_THROUG
 
 HEADERS_BEFORE = ["Case", "Mode", "Provider", "Time p50 [p20, p80] (us)", "Rate", "Of copy"]
 HEADERS_AFTER = ["Peak (GiB)", "Error", "First call (s)"]
+GLANCE_HEADERS = ["Op, case", "xtrain (us)", "Rate", "Of copy", "vs inductor", "vs Liger"]
+GLANCE_HEADERS += ["Best other", "Peak (GiB)"]
 FORM_HEADERS = ["Op, case", "Mode", "Kernel / see-through", "Better form"]
 
 
@@ -81,7 +83,8 @@ def build_report(
     on_gpu = environment["gpu"] != NOT_AVAILABLE
     machine = environment["gpu" if on_gpu else "cpu"]
     checks = [check for bench in benches for check in checks_of(bench, rows)]
-    sections = [section(bench, rows) for bench in benches]
+    sections = [("At a glance: forward and backward", GLANCE_HEADERS, glance_rows(rows))]
+    sections += [section(bench, rows) for bench in benches]
     if forms := form_rows(rows):
         sections.append(("See-through or opaque", FORM_HEADERS, forms))
     return OpsReport(
@@ -191,6 +194,29 @@ def _why_not(row: Measured | None) -> str:
     if row is None:
         return NOT_AVAILABLE
     return f"{row.provider}: {row.missing or row.error or 'not timed'}"
+
+
+def glance_rows(rows: Rows) -> list[list[str]]:
+    """Return ours alone, a line per case."""
+    found = []
+    for row in rows.all:
+        if row.provider != OURS or row.mode != "both" or not row.is_timed:
+            continue
+        of_copy, other = rows.ratio(row, COPY), rows.fastest_other(row)
+        versus = [rows.ratio(row, p) for p in (INDUCTOR, LIGER)]
+        p50_us = 1e3 * p50_ms(row)
+        found.append(
+            [
+                f"{row.op}, {row.case}",
+                short(p50_us),
+                rate(row, p50_us),
+                NOT_AVAILABLE if of_copy is None else f"{100 / of_copy.median:.0f}%",
+                *(NOT_AVAILABLE if r is None else f"{r.median:.2f}" for r in versus),
+                NOT_AVAILABLE if other is None else f"{other}: {rows.ratio(row, other)}",
+                NOT_AVAILABLE if row.peak_bytes is None else f"{row.peak_bytes / GIB:.3g}",
+            ]
+        )
+    return found
 
 
 def form_rows(rows: Rows) -> list[list[str]]:

@@ -300,6 +300,23 @@ def test_rates_and_ratios_of_a_row():
     assert op_report.rate(flops, 1250.0) == "800 TFLOP/s"
 
 
+def test_ours_at_a_glance():
+    rows = [made_up(OURS, 1.25), made_up(COPY, 1.0), made_up(INDUCTOR, 2.5), made_up(LIGER, 5.0)]
+    rows.append(made_up(OURS, 0.5, mode="forward"))
+    assert op_report.glance_rows(op_report.Rows(rows)) == [
+        [
+            "norm, stream [32768, 4096] bf16",
+            "1,250",
+            "3,200 GB/s",
+            "80%",
+            "0.50",
+            "0.25",
+            "inductor: 0.500 [0.500, 0.500]",
+            "1.5",
+        ]
+    ]
+
+
 # --- the command lines ----------------------------------------------------------------------------
 
 
