@@ -83,10 +83,16 @@ def test_gpu_kernels(kernel, groups, head_dim):
 
 @pytest.mark.gpu
 def test_gpu_choice():
+    """The first of the ranking that serves; torch's switches and its deterministic mode count."""
     q, k = (torch.randn(2, n, 64, 64, device="cuda") for n in (4, 2))
     half, half_k = q.bfloat16(), k.bfloat16()
     bias = torch.zeros(64, 64, device="cuda")
     choose = attention_kernels.choose
-    assert choose(half, half_k, half_k, None, True, 0.1) in ("flash", "cudnn")
-    assert choose(half, half_k, half_k, bias, False, 0.1) == "efficient"
-    assert choose(q, k, k, None, True, 0.1) == "efficient"  # fp32, grouped heads repeated
+    assert choose(half, half_k, half_k, None, True) in ("flash", "cudnn")
+    assert choose(half, half_k, half_k, bias, False) == "efficient"
+    assert choose(q, k, k, None, True) == "efficient"  # fp32, grouped heads repeated
+    assert choose(q.double(), k.double(), k.double(), None, True) is None
+    backends = torch.nn.attention.SDPBackend
+    for name, backend in (("flash", backends.FLASH_ATTENTION), ("cudnn", backends.CUDNN_ATTENTION)):
+        with torch.nn.attention.sdpa_kernel(backend):
+            assert choose(half, half_k, half_k, None, True) == name

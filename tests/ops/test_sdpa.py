@@ -18,7 +18,9 @@ from xtrain.ops.sdpa import sdpa_backend, sdpa_reference
 FP32_MIN = torch.finfo(torch.float32).min
 
 
-def numpy_sdpa(q, k, v, *, mask=None, causal=False, scale=None, window=None, softcap=None):
+def numpy_sdpa(
+    q, k, v, *, mask=None, causal=False, scale=None, window=None, softcap=None, documents=None
+):
     """Query by query, from the definition in docs/design.md, in fp64."""
     B, N, T, H = q.shape
     M, S = k.shape[1:3]
@@ -33,6 +35,8 @@ def numpy_sdpa(q, k, v, *, mask=None, causal=False, scale=None, window=None, sof
         if causal:
             j = np.arange(S)
             sees &= (j <= i + S - T) & (j > i + S - T - (S + T if window is None else window))
+        if documents is not None:
+            sees &= documents[b] == documents[b, i]
         if full is not None and full.dtype == bool:
             sees &= full[b, n, i]
         elif full is not None:
@@ -95,6 +99,42 @@ def test_forward(shape, options):
         )
         assert_close(sdpa_reference(q, k, v, mask=mask, **options), expected)
         assert_close(sdpa(q, k, v, mask=mask, **options), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_documents(options, dtype, device):
+    """Values against NumPy, gradients against the reference, with a mask tensor and without."""
+    ids = torch.tensor([[7, 7, 7, 0, 0, 2], [1, 5, 1, 5, 5, 1]], dtype=dtype, device=device)
+    for mask in (None, torch.rand(6, 6, device=device) > 0.3):
+        inputs = qkv(device=device)
+        arrays = [t.detach().cpu().numpy() for t in inputs]
+        as_numpy = None if mask is None else mask.cpu().numpy()
+        expected = numpy_sdpa(*arrays, mask=as_numpy, documents=ids.cpu().numpy(), **options)
+        out = sdpa(*inputs, mask=mask, documents=ids, **options)
+        reference = sdpa_reference(*inputs, mask=mask, documents=ids, **options)
+        assert_close(out.cpu(), torch.from_numpy(expected))
+        assert_close(reference.cpu(), torch.from_numpy(expected))
+        dy = torch.randn_like(out)
+        grads = torch.autograd.grad(out, inputs, dy)
+        for grad, true in zip(grads, torch.autograd.grad(reference, inputs, dy), strict=True):
+            assert_close(grad, true)
+
+
+def test_documents_are_rows_of_their_own():
+    """Packed into one row, each text gives what it gives alone."""
+    q, k, v = (t.detach() for t in qkv(B=1))
+    ids = torch.tensor([[0, 0, 1, 1, 1, 2]])
+    packed = sdpa(q, k, v, causal=True, documents=ids)
+    for part in (slice(0, 2), slice(2, 5), slice(5, 6)):
+        alone = sdpa(q[:, :, part], k[:, :, part], v[:, :, part], causal=True)
+        assert_close(packed[:, :, part], alone)
+
+
+def test_opcheck_documents():
+    ids = torch.tensor([[0, 0, 1, 1, 1, 2]] * 2)
+    inputs = qkv(dtype=torch.float32)
+    torch.library.opcheck(OPS["sdpa"].forward, (*inputs, None, True, 0.3, None, None, ids))
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
@@ -319,6 +359,12 @@ def test_errors():
         ((q, k, v), {"window": 0, "causal": True}, "window must be at least 1"),
         ((q, k, v), {"softcap": 0.0}, "softcap must be positive, got 0.0"),
         ((q, k, v), {"mask": torch.ones(6, 6).int()}, r"mask must be bool .* got torch.int32"),
+        ((q, k, v), {"documents": torch.zeros(2, 6)}, "documents must be int32 or int64, got"),
+        (
+            (q, k, v),
+            {"documents": torch.zeros(2, 5, dtype=torch.int32)},
+            r"documents \(2, 5\) must be \[batch, length\] .* got 6 queries and 6 keys of batch 2",
+        ),
         ((q, k, v), {"mask": torch.ones(6, 5)}, r"mask \(6, 5\) does not broadcast to \(2, 4, 6"),
     ]
     for args, options, message in cases:

@@ -15,16 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Kernel = Literal["cpu_flash", "flash", "cudnn", "efficient"]
+Kernel = Literal["cpu_flash", "flash", "cudnn", "efficient", "triton"]
 
 _aten = torch.ops.aten
-_BY_SDP_CHOICE: dict[int, Kernel] = {1: "flash", 2: "efficient", 3: "cudnn"}
 
 
-def choose(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float
-) -> Kernel | None:
-    """Return the kernel that serves these inputs, or None when torch has none.
+def choose(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool) -> Kernel | None:
+    """Return the fastest of torch's kernels that serve these inputs, or None when none does.
 
     Args:     bias: additive, broadcastable to [B, N, T, S], no row of it -inf throughout.
               is_causal: only with T == S and no bias: torch aligns top-left.
@@ -35,16 +32,48 @@ def choose(
         return "cpu_flash"
     if q.device.type != "cuda":
         return None
+    for kernel in ("efficient",) if bias is not None else _ranking(q):
+        if kernel != "triton" and _serves(kernel, q, k, v, bias, is_causal):
+            return kernel
+    return None
+
+
+def _serves(
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool
+) -> bool:
+    """Return whether torch's `kernel` takes these inputs on this GPU, switches included.
+
+    It asks about shapes and strides, not values: views stand for what `forward` would copy.
+    """
     grouped = q.shape[1] != k.shape[1]
-    if bias is not None or q.dtype == torch.float32:  # these have no grouped heads: see _expand
-        k, v, grouped = _expand(q, k), _expand(q, v), False
-    if bias is not None:
-        params = torch.backends.cuda.SDPAParams(
-            q, k, v, _efficient_bias(q, k, bias), 0.0, is_causal, grouped
-        )
-        return "efficient" if torch.backends.cuda.can_use_efficient_attention(params) else None
-    choice = _aten._fused_sdp_choice(q, k, v, None, 0.0, is_causal, scale=scale, enable_gqa=grouped)
-    return _BY_SDP_CHOICE.get(choice)
+    if kernel == "efficient":  # knows no grouped heads: see _expand
+        heads, length = q.shape[1], k.shape[2]
+        k, v = (x[:, :1].expand(-1, heads, -1, -1) if grouped else x for x in (k, v))
+        grouped = False
+        if bias is not None:
+            row = q.new_empty(1, 1, 1, length + -length % 16)[..., :length]
+            bias = row.expand(*q.shape[:3], length)
+    params = torch.backends.cuda.SDPAParams(q, k, v, bias, 0.0, is_causal, grouped)
+    return {
+        "flash": torch.backends.cuda.can_use_flash_attention,
+        "cudnn": torch.backends.cuda.can_use_cudnn_attention,
+        "efficient": torch.backends.cuda.can_use_efficient_attention,
+    }[kernel](params)
+
+
+def _ranking(q: Tensor) -> tuple[Kernel, ...]:
+    """Return the kernels, fastest first, for this GPU, dtype and head dim."""
+    if q.dtype == torch.float32:
+        return "triton", "efficient"
+    if torch.cuda.get_device_capability(q.device)[0] in (9, 10):
+        return "cudnn", "triton", "flash", "efficient"
+    return "flash", "cudnn", "triton", "efficient"
+
+
+def faster(q: Tensor, one: Kernel | None, other: Kernel) -> Kernel:
+    """Return which of two kernels that both serve is faster; other where one is None."""
+    ranking = _ranking(q)
+    return other if one is None or ranking.index(other) < ranking.index(one) else one
 
 
 def forward(

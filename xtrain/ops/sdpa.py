@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xtrain.ops import registry
+from xtrain.ops import registry, sdpa_cuda
 from xtrain.ops.sdpa_decomposition import (
-    choose_kernel,
     compute_dtype,
-    plan_of,
+    empty_in_layout,
+    lse_like,
     sdpa_backward_decomposition,
     sdpa_decomposition,
 )
@@ -38,6 +38,7 @@ def sdpa_reference(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    documents: Tensor | None = None,
 ) -> Tensor:
     """Return attention by matmul and softmax in c, materialising the scores; differentiable."""
     c = compute_dtype(q.dtype)
@@ -55,6 +56,8 @@ def sdpa_reference(
         sees = j <= i + S - T
         if window is not None:
             sees = sees & (j > i + S - T - window)
+    if documents is not None:
+        sees = sees & (documents[:, None, :, None] == documents[:, None, None, :])
     if mask is not None and mask.dtype == torch.bool:
         sees = sees & mask
     elif mask is not None:
@@ -68,34 +71,18 @@ def sdpa_reference(
     return (probabilities @ values).to(q.dtype)
 
 
-def _empty_in_layout(x: Tensor, last: int) -> Tensor:
-    """Return memory for [B, N, T, last]: [B, T, N, last] transposed if x lies so, else contiguous.
-
-    Models transpose the result back: from this layout without a copy. empty_like would not do: on
-    empty and overlapping tensors its strides differ between real and fake ones.
-    """
-    B, N, T, _ = x.shape
-    if not x.is_contiguous() and x.transpose(1, 2).is_contiguous():
-        return torch.empty(B, T, N, last, dtype=x.dtype, device=x.device).transpose(1, 2)
-    return torch.empty(B, N, T, last, dtype=x.dtype, device=x.device)
-
-
-def _lse_like(q: Tensor) -> Tensor:
-    return torch.empty(q.shape[:3], dtype=compute_dtype(q.dtype), device=q.device)
-
-
 def _stored(value: Tensor, like: Tensor) -> Tensor:
     """Return value in the strides of `like`, copied only where they differ."""
     return value if value.stride() == like.stride() else like.copy_(value)
 
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return _empty_in_layout(q, v.shape[3]), _lse_like(q)
+    return empty_in_layout(q, v.shape[3]), lse_like(q)
 
 
 def _forward_eager(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     out, lse = sdpa_decomposition(q, k, v, *rest)
-    return _stored(out, _empty_in_layout(q, v.shape[3])), _stored(lse, _lse_like(q))
+    return _stored(out, empty_in_layout(q, v.shape[3])), _stored(lse, lse_like(q))
 
 
 def _grad_mask_like(mask: Tensor | None, q: Tensor, need_mask_grad: bool) -> Tensor:
@@ -107,12 +94,9 @@ def _grad_mask_like(mask: Tensor | None, q: Tensor, need_mask_grad: bool) -> Ten
 def _backward_fake(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return (
-        _empty_in_layout(q, q.shape[3]),
-        _empty_in_layout(k, k.shape[3]),
-        _empty_in_layout(v, v.shape[3]),
-        _grad_mask_like(mask, q, rest[-1]),
-    )
+    grad_q, grad_k, grad_v = (empty_in_layout(x, x.shape[3]) for x in (q, k, v))
+    need_mask_grad = rest[6]
+    return grad_q, grad_k, grad_v, _grad_mask_like(mask, q, need_mask_grad)
 
 
 def _backward_eager(
@@ -124,37 +108,79 @@ def _backward_eager(
     return grad_q, grad_k, grad_v, grad_mask
 
 
+def _forward_cuda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    documents: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    options = (causal, scale, window, softcap)
+    if sdpa_cuda.backend_of(q, k, v, mask, *options, documents)[0] == "triton":
+        return sdpa_cuda.forward(q, k, v, documents, *options)
+    return _forward_eager(q, k, v, mask, *options, documents)
+
+
+def _backward_cuda(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    need_mask_grad: bool,
+    documents: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    options = (causal, scale, window, softcap)
+    if sdpa_cuda.backend_of(q, k, v, mask, *options, documents)[0] == "triton":
+        grads = sdpa_cuda.backward(grad_out, q, k, v, documents, out, lse, *options)
+        return (*grads, q.new_empty(0))
+    return _backward_eager(grad_out, q, k, v, mask, out, lse, *options, need_mask_grad, documents)
+
+
 FORWARD = registry.define_op(
     "sdpa(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float scale, int? window, "
-    "float? softcap) -> (Tensor, Tensor)",
+    "float? softcap, Tensor? documents=None, bool opaque=False) -> (Tensor, Tensor)",
     fake=_forward_fake,
     decomposition=sdpa_decomposition,
     cpu=_forward_eager,
-    cuda=_forward_eager,
+    cuda=_forward_cuda,
 )
 BACKWARD = registry.define_op(
     "sdpa_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, "
-    "Tensor lse, bool causal, float scale, int? window, float? softcap, bool need_mask_grad) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
+    "Tensor lse, bool causal, float scale, int? window, float? softcap, bool need_mask_grad, "
+    "Tensor? documents=None, bool opaque=False) -> (Tensor, Tensor, Tensor, Tensor)",
     fake=_backward_fake,
     decomposition=sdpa_backward_decomposition,
     cpu=_backward_eager,
-    cuda=_backward_eager,
+    cuda=_backward_cuda,
 )
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, mask, *ctx.options = inputs
+    q, k, v, mask, *ctx.options, documents, ctx.opaque = inputs
     out, lse = output
     ctx.mark_non_differentiable(lse)
-    ctx.save_for_backward(q, k, v, mask, out, lse)
+    ctx.save_for_backward(q, k, v, mask, documents, out, lse)
 
 
 def _backward(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, mask, out, lse = ctx.saved_tensors
+    q, k, v, mask, documents, out, lse = ctx.saved_tensors
     need_mask_grad = ctx.needs_input_grad[3]
-    *grads, grad_mask = BACKWARD(grad_out, q, k, v, mask, out, lse, *ctx.options, need_mask_grad)
-    return (*grads, grad_mask if need_mask_grad else None, None, None, None, None)
+    *grads, grad_mask = BACKWARD(
+        *(grad_out, q, k, v, mask, out, lse),
+        *(*ctx.options, need_mask_grad, documents, ctx.opaque),
+    )
+    return (*grads, grad_mask if need_mask_grad else None, *(None,) * 6)
 
 
 registry.define_autograd(FORWARD, _backward, _setup_context)
@@ -171,6 +197,7 @@ def sdpa(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    documents: Tensor | None = None,
 ) -> Tensor:
     """Return softmax(softcap(scale * q k^T) + bias) v, per head.
 
@@ -182,16 +209,19 @@ def sdpa(
               scale: default 1 / sqrt(H).
               window: i + S - T - window < j <= i + S - T; a window is causal by itself.
               softcap: scores become softcap * tanh(scores / softcap), before the mask.
+              documents: int32 or int64 (B, T), with T = S: a query sees only keys of its own
+              number (texts packed into one row). Any numbers; runs of equal ones are fastest.
     Grad:     of q, k, v and of a float mask; saves them, the result and lse (B, N, T), no scores.
     Numerics: softmax in fp32 (fp64 for fp64). A row that sees nothing (bool False, or -inf) gives
               exact zeros and zero gradients; finite minima are ordinary numbers.
     Raises:   ValueError for shapes, dtypes or options that do not fit, with their values.
     Source:   Vaswani et al. 2017; grouped heads: Ainslie et al. 2023; softcap: Gemma 2, 2024.
     """
-    check_inputs(q, k, v, mask, window, softcap)
+    check_inputs(q, k, v, mask, window, softcap, documents)
     causal = causal or window is not None
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return FORWARD(q, k, v, mask, causal, scale, window, softcap)[0]
+    opaque = registry.opaque(prefers_kernel, q, k, v, mask=mask, scale=scale)
+    return FORWARD(q, k, v, mask, causal, scale, window, softcap, documents, opaque)[0]
 
 
 def check_inputs(
@@ -201,6 +231,7 @@ def check_inputs(
     mask: Tensor | None,
     window: int | None,
     softcap: float | None,
+    documents: Tensor | None = None,
 ) -> None:
     """Raise ValueError, with the values, for what `sdpa` cannot compute."""
     if not q.dim() == k.dim() == v.dim() == 4:
@@ -224,6 +255,8 @@ def check_inputs(
         raise ValueError(f"sdpa: softcap must be positive, got {softcap}: None means no cap")
     if mask is not None:
         _check_mask(mask, (q.shape[0], q.shape[1], q.shape[2], k.shape[2]))
+    if documents is not None:
+        _check_documents(documents, q, k)
 
 
 def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
@@ -240,6 +273,16 @@ def _check_mask(mask: Tensor, full: tuple[int, int, int, int]) -> None:
         raise ValueError(f"sdpa: mask {tuple(mask.shape)} does not broadcast to {full}")
 
 
+def _check_documents(documents: Tensor, q: Tensor, k: Tensor) -> None:
+    if documents.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"sdpa: documents must be int32 or int64, got {documents.dtype}")
+    if documents.shape != (q.shape[0], q.shape[2]) or q.shape[2] != k.shape[2]:
+        raise ValueError(
+            f"sdpa: documents {tuple(documents.shape)} must be [batch, length] of queries and keys "
+            f"alike, got {q.shape[2]} queries and {k.shape[2]} keys of batch {q.shape[0]}"
+        )
+
+
 def supports(
     q: Tensor,
     k: Tensor,
@@ -250,12 +293,30 @@ def supports(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    documents: Tensor | None = None,
 ) -> str | None:
-    """Return why no library kernel takes these inputs, or None when one does."""
-    backend = sdpa_backend(
-        q, k, v, mask=mask, causal=causal, scale=scale, window=window, softcap=softcap
-    )
+    """Return why no fused kernel, torch's or ours, takes these inputs, or None when one does."""
+    masks: dict[str, Any] = {"mask": mask, "causal": causal, "window": window}
+    masks["documents"] = documents
+    backend = sdpa_backend(q, k, v, scale=scale, softcap=softcap, **masks)
     return backend if backend.startswith("explicit") else None
+
+
+def prefers_kernel(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    **_: Any,
+) -> bool:
+    """Return whether inductor keeps the op: where it runs a fused kernel for every length.
+
+    There is nothing to fuse with, and the choice among the kernels is made on real tensors. With a
+    mask tensor, inductor fuses what builds the bias for torch's kernel, or the scores.
+    """
+    return sdpa_cuda.triton_refuses(q, v, mask, 1.0 if scale is None else scale) is None
 
 
 def sdpa_backend(
@@ -268,13 +329,14 @@ def sdpa_backend(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    documents: Tensor | None = None,
 ) -> str:
     """Return what computes `sdpa` of these inputs: a kernel's name, or "explicit: " and why."""
-    check_inputs(q, k, v, mask, window, softcap)
+    check_inputs(q, k, v, mask, window, softcap, documents)
     causal = causal or window is not None
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    plan = plan_of(mask, causal, window, q, k)
-    kernel, reason = choose_kernel(q, k, v, mask, plan, scale, softcap)
+    arguments = (q, k, v, mask, causal, scale, window, softcap, documents)
+    kernel, reason = sdpa_cuda.backend_of(*arguments)
     return kernel or f"explicit: {reason}"
 
 
@@ -287,4 +349,5 @@ OP = registry.Op(
     decomposition=sdpa_decomposition,
     backward_decomposition=sdpa_backward_decomposition,
     supports=supports,
+    prefers_kernel=prefers_kernel,
 )

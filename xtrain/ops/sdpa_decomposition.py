@@ -29,8 +29,30 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def empty_in_layout(x: Tensor, last: int) -> Tensor:
+    """Return memory for [B, N, T, last]: [B, T, N, last] transposed if x lies so, else contiguous.
+
+    Models transpose the result back: from this layout without a copy. empty_like would not do: on
+    empty and overlapping tensors its strides differ between real and fake ones.
+    """
+    B, N, T, _ = x.shape
+    if not x.is_contiguous() and x.transpose(1, 2).is_contiguous():
+        return torch.empty(B, T, N, last, dtype=x.dtype, device=x.device).transpose(1, 2)
+    return torch.empty(B, N, T, last, dtype=x.dtype, device=x.device)
+
+
+def lse_like(q: Tensor) -> Tensor:
+    """Return memory for the log-sum-exp [B, N, T] in c."""
+    return torch.empty(q.shape[:3], dtype=compute_dtype(q.dtype), device=q.device)
+
+
 def _bias_of(
-    mask: Tensor | None, causal: bool, window: int | None, q: Tensor, k: Tensor
+    mask: Tensor | None,
+    causal: bool,
+    window: int | None,
+    documents: Tensor | None,
+    q: Tensor,
+    k: Tensor,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return (bias, sees nothing): additive in c, and the rows [.., T, 1] whose output is 0.
 
@@ -46,6 +68,9 @@ def _bias_of(
         if window is not None:
             band = band & (j > last - window)
         sees = band if sees is None else sees & band
+    if documents is not None:
+        same = documents[:, None, :, None] == documents[:, None, None, :]
+        sees = same if sees is None else sees & same
     if mask is not None and mask.dtype != torch.bool:
         bias = mask.to(c)
         if sees is not None:
@@ -61,7 +86,14 @@ def _bias_of(
     return bias.masked_fill(empty, 0.0), empty
 
 
-def plan_of(mask: Tensor | None, causal: bool, window: int | None, q: Tensor, k: Tensor) -> Plan:
+def plan_of(
+    mask: Tensor | None,
+    causal: bool,
+    window: int | None,
+    documents: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+) -> Plan:
     """Return (bias, empty, is_causal), leaving to is_causal what a kernel does by itself."""
     T, S = q.shape[2], k.shape[2]
     if window is not None and window >= S:
@@ -69,9 +101,9 @@ def plan_of(mask: Tensor | None, causal: bool, window: int | None, q: Tensor, k:
     if causal and window is None:
         if T == 1 and S > 0:
             causal = False  # one query sees every key
-        elif mask is None and T == S:
+        elif mask is None and documents is None and T == S:
             return None, None, True
-    bias, empty = _bias_of(mask, causal, window, q, k)
+    bias, empty = _bias_of(mask, causal, window, documents, q, k)
     return bias, empty, False
 
 
@@ -81,7 +113,6 @@ def choose_kernel(
     v: Tensor,
     mask: Tensor | None,
     plan: Plan,
-    scale: float,
     softcap: float | None,
     *,
     backward: bool = False,
@@ -97,7 +128,7 @@ def choose_kernel(
         return None, "the gradient under a float mask needs the softmax itself"
     if float_mask and q.device.type != "cpu":
         return None, "GPU kernels scale the mask by log2(e), which overflows at finite minima"
-    kernel = attention_kernels.choose(q, k, v, bias, is_causal, scale)
+    kernel = attention_kernels.choose(q, k, v, bias, is_causal)
     if kernel is None:
         shape = f"head dims {q.shape[-1]} and {v.shape[-1]}"
         return None, f"no library kernel takes {q.dtype}, {shape}, on {q.device.type}"
@@ -110,12 +141,11 @@ def _chosen(
     v: Tensor,
     mask: Tensor | None,
     plan: Plan,
-    scale: float,
     softcap: float | None,
     *,
     backward: bool = False,
 ) -> attention_kernels.Kernel | None:
-    kernel, reason = choose_kernel(q, k, v, mask, plan, scale, softcap, backward=backward)
+    kernel, reason = choose_kernel(q, k, v, mask, plan, softcap, backward=backward)
     grouped = bool(q.shape[1] != k.shape[1])
     if kernel is None and (grouped or q.device.type != "cpu") and q.numel() > 0:
         _notice(reason, str(q.dtype), grouped)
@@ -159,15 +189,16 @@ def sdpa_decomposition(
     scale: float,
     window: int | None,
     softcap: float | None,
+    documents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse [B, N, T] in c) through a library kernel where one serves."""
-    plan = bias, empty, is_causal = plan_of(mask, causal, window, q, k)
-    kernel = _chosen(q, k, v, mask, plan, scale, softcap)
+    plan = bias, empty, is_causal = plan_of(mask, causal, window, documents, q, k)
+    kernel = _chosen(q, k, v, mask, plan, softcap)
     if kernel is not None:
         out, lse = attention_kernels.forward(kernel, q, k, v, bias, is_causal, scale)
     else:
         if is_causal:
-            bias, _ = _bias_of(mask, causal, None, q, k)
+            bias, _ = _bias_of(mask, causal, None, documents, q, k)
         scores, _ = _scores(q, k, bias, scale, softcap)
         lse = torch.logsumexp(scores, dim=-1)
         probabilities = torch.softmax(scores, dim=-1)
@@ -189,19 +220,20 @@ def sdpa_backward_decomposition(
     window: int | None,
     softcap: float | None,
     need_mask_grad: bool,
+    documents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v and of a float mask (empty where not needed)."""
-    plan = bias, empty, is_causal = plan_of(mask, causal, window, q, k)
+    plan = bias, empty, is_causal = plan_of(mask, causal, window, documents, q, k)
     if empty is not None:
         grad_out = grad_out.masked_fill(empty, 0.0)
-    kernel = _chosen(q, k, v, mask, plan, scale, softcap, backward=True)
+    kernel = _chosen(q, k, v, mask, plan, softcap, backward=True)
     if kernel is not None:
         grads = attention_kernels.backward(
             kernel, grad_out, q, k, v, bias, out, lse, is_causal, scale
         )
         return (*grads, q.new_empty(0))
     if is_causal:
-        bias, _ = _bias_of(mask, causal, None, q, k)
+        bias, _ = _bias_of(mask, causal, None, documents, q, k)
     return _explicit_backward(
         grad_out, q, k, v, mask if need_mask_grad else None, bias, scale, softcap
     )
