@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 from mask_oracle import keep_mask
@@ -11,6 +12,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from xtrain.ops import OPS, dropout
+from xtrain.ops.dropout import counter, counter_by_fours
+from xtrain.rng import GAMMA
 
 SEED, OFFSET = -987654321987654321, 2**31 - 4
 FORWARD, BACKWARD = OPS["dropout"].forward, OPS["dropout"].backward
@@ -46,6 +49,24 @@ def test_compiled_equals_eager(backend, dynamic, device):
             assert ((out != 0).cpu().numpy() == keep_mask(tuple(x.shape), p, SEED, OFFSET)).all()
             assert torch.equal(out, dropout(x, p, seed, offset))
             assert out.stride() == dropout(x, p, seed, offset).stride()
+
+
+@pytest.mark.parametrize("form", [counter, counter_by_fours])
+def test_counters_of_the_decomposition(form, device):
+    """Both forms give index * GAMMA mod 2^64 on every device, at any offset and past 2^32."""
+    sizes = (11, 100003)
+    compiled = torch.compile(
+        lambda offset: [
+            form(torch.arange(n, dtype=torch.int64, device=device), offset) for n in sizes
+        ],
+        fullgraph=True,
+    )
+    for offset in (0, 2**31 - 3, 2**32 + 1, -9, 2**63 - 1):
+        for n, keys in zip(sizes, compiled(scalar(offset, device)), strict=True):
+            with np.errstate(over="ignore"):
+                index = np.arange(n, dtype=np.uint64) + np.int64(offset).astype(np.uint64)
+                right = index * np.uint64(GAMMA)
+            assert (keys.cpu().numpy().astype(np.uint64) == right).all()
 
 
 def test_fused_into_one_kernel(device):

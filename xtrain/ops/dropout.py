@@ -24,7 +24,13 @@ from torch import Tensor
 
 from xtrain import torch_compat
 from xtrain.ops import cpu, registry
-from xtrain.ops.splitmix64 import counter_key, mix_top_bits, shift_right, splitmix64
+from xtrain.ops.splitmix64 import (
+    GAMMA_INT64,
+    counter_key,
+    mix_top_bits,
+    shift_right,
+    splitmix64,
+)
 from xtrain.rng import to_signed
 
 INT64_MAX = (1 << 63) - 1
@@ -114,13 +120,30 @@ def dropout_decomposition(x: Tensor, p: float, seed: Tensor, offset: Tensor) -> 
         return x.clone(memory_format=torch.contiguous_format)
     if threshold == 1 << 24:
         return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-    # The mask changes no index, but without it inductor folds arange * constant into a signed index
-    # expression, whose overflow gives wrong bits in the tails of vectorised C++ loops.
-    flat = torch.arange(x.numel(), dtype=torch.int64, device=x.device) & INT64_MAX
-    z = mix_top_bits(counter_key(seed, flat.view(x.shape) + offset))
+    flat = torch.arange(x.numel(), dtype=torch.int64, device=x.device).view(x.shape)
+    index_times_gamma = counter if x.device.type == "cpu" else counter_by_fours
+    z = mix_top_bits(seed ^ index_times_gamma(flat, offset))
     keep = (z ^ INT64_MIN) >= (threshold << 40) + INT64_MIN
     scaled = x.contiguous().to(compute_dtype(x.dtype)) * scale_of(p)
     return torch.where(keep, scaled, 0.0).to(x.dtype)
+
+
+def counter(flat: Tensor, offset: Tensor) -> Tensor:
+    """Return (offset + flat) * GAMMA mod 2^64, for inductor's loops on a CPU.
+
+    The mask changes no index, but without it inductor folds arange * constant into a signed index
+    expression, whose overflow gives wrong bits in the tails of vectorised C++ loops.
+    """
+    return ((flat & INT64_MAX) + offset) * GAMMA_INT64
+
+
+def counter_by_fours(flat: Tensor, offset: Tensor) -> Tensor:
+    """Return the same bits in the form that costs a GPU least.
+
+    A thread holds four neighbours or more, and their first index is a multiple of four: they share
+    one 64-bit multiplication and add constants, a sixth of dropout's instructions less.
+    """
+    return ((flat & (INT64_MAX - 3)) + offset) * GAMMA_INT64 + (flat & 3) * GAMMA_INT64
 
 
 def _fake(x: Tensor, p: float, seed: Tensor, offset: Tensor) -> Tensor:
