@@ -318,6 +318,13 @@ def has_triton() -> bool:
     return find_spec("triton") is not None
 
 
+def real_tensors() -> Any:
+    """Suspend tracing and fake tensors, so that a constant of a graph can be computed."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
 # --- Counting compiles --------------------------------------------------------------------------
 
 

@@ -52,8 +52,8 @@ class Session:
         self.sites: dict[tuple[str, str], Site] = {}
         self.report = Report()
         self.ledger: ReplayLedger[torch.Tensor] = ReplayLedger()
-        if options.logits == "drop":
-            self.note("logits are kept: no pass fuses the LM head with the loss yet")
+        if options.logits == "drop" and (options.kernels == "off" or options.backend == "eager"):
+            self.note("logits are kept: kernels='off' and backend='eager' swap no head and loss")
         self._local = threading.local()
         self._owners: dict[int, str | None] = {}
 

@@ -15,14 +15,20 @@ from xtrain.passes import fx_utils
 from xtrain.passes.fuse_dropout_add_rms_norm import fuse_dropout_add_rms_norm
 from xtrain.passes.normalise import normalise
 from xtrain.passes.remove_noop_views import remove_noop_views
+from xtrain.passes.use_triton_linear_cross_entropy import use_triton_linear_cross_entropy
 from xtrain.passes.use_triton_rms_norm import use_triton_rms_norm
+from xtrain.passes.use_triton_rope import use_triton_rope
+from xtrain.passes.use_triton_sdpa import use_triton_sdpa
 from xtrain.passes.use_triton_swiglu import use_triton_swiglu
 
 log = logging.getLogger("xtrain.passes")
 
 _SWAPS: tuple[Callable[..., passes.PassResult], ...] = (
     use_triton_rms_norm,
+    use_triton_rope,
     use_triton_swiglu,
+    use_triton_sdpa,
+    use_triton_linear_cross_entropy,
     fuse_dropout_add_rms_norm,
 )
 
@@ -33,6 +39,8 @@ def passes_of_normalised_graph(session: Session) -> list[passes.Pass]:
     entries = [passes.Pass(passes.NORMALISE, normalise, normalise, normalised=True)]
     for swap in _SWAPS:
         keywords = {"kernels": options.kernels, "backend": options.backend}
+        if swap is use_triton_linear_cross_entropy:
+            keywords["logits"] = options.logits
         run = functools.partial(swap, **keywords)
         entry = passes.Pass(swap.__name__, run, swap, tuple(keywords.items()), normalised=True)
         entries.append(entry)

@@ -4,7 +4,10 @@
     registered passes         the user's, in the order of registration, then those of this compile
     normalise                 on a copy: a later pass that fails costs kernels, never the dropout
     use_triton_rms_norm       first of the swaps: what it leaves is plainer for the others
+    use_triton_rope           before attention, which reads its results
     use_triton_swiglu
+    use_triton_sdpa           reads through the casts that rope left
+    use_triton_linear_cross_entropy
     fuse_dropout_add_rms_norm behind the norms and the dropout that it joins
     remove_noop_views         last: views and casts that the swaps put back to back
 
@@ -34,7 +37,10 @@ PASSES: tuple[str, ...] = (
     INSERT_RESIDUAL_DROPOUT,
     NORMALISE,
     "use_triton_rms_norm",
+    "use_triton_rope",
     "use_triton_swiglu",
+    "use_triton_sdpa",
+    "use_triton_linear_cross_entropy",
     "fuse_dropout_add_rms_norm",
     "remove_noop_views",
 )

@@ -145,3 +145,27 @@ def erase_unread(nodes: Sequence[fx.Node]) -> None:
             pending.discard(node)
             if node.op in ("call_function", "call_method"):
                 node.graph.erase_node(node)
+
+
+# What only makes a value: it may go when nobody reads it.
+_PURE = (
+    fx_utils.VIEW_LIKE
+    | fx_utils.MUL
+    | fx_utils.ADD
+    | {
+        *("sub", "neg", "cat", "concat", "stack", "getitem", "chunk", "split", "unbind"),
+        *("slice", "expand", "repeat_interleave", "squeeze", "select", "narrow"),
+    }
+)
+_PURE = _PURE - fx_utils.IN_PLACE_ADD - fx_utils.IN_PLACE_SCALING
+
+
+def erase_dead(node: fx.Node) -> None:
+    """Erase a node that nothing reads, then what only it read: arithmetic and views."""
+    pending = [node]
+    while pending:
+        dead = pending.pop()
+        if dead._erased or dead.users or fx_utils.op_name(dead) not in _PURE:
+            continue
+        pending += dead.all_input_nodes
+        dead.graph.erase_node(dead)

@@ -158,6 +158,22 @@ def body_operands(call: fx.Node) -> dict[fx.Node, Any]:
     return dict(zip(placeholders, call.args[_body_position(call) + 1 :], strict=False))
 
 
+def operands_of_bodies(module: fx.GraphModule) -> dict[fx.Node, Any]:
+    """Return placeholder of a called body -> operand, over a module and its bodies.
+
+    A body that is called from several places has none: its operands are not one value.
+    """
+    found: dict[fx.Node, Any] = {}
+    several = set()
+    for part in dict.fromkeys(walk_graphs(module)):
+        for node in part.graph.nodes:
+            for placeholder, value in body_operands(node).items():
+                if placeholder in found:
+                    several.add(placeholder)
+                found[placeholder] = value
+    return {p: value for p, value in found.items() if p not in several}
+
+
 def _body_position(call: fx.Node) -> int:
     return next(i for i, a in enumerate(call.args) if isinstance(a, fx.Node) and a.op == "get_attr")
 

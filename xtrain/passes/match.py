@@ -248,6 +248,22 @@ def rounds_to(node: fx.Node) -> torch.dtype | None:
     return found.pop() if len(found) == 1 else None
 
 
+def rounds_at_last_to(node: fx.Node) -> torch.dtype | None:
+    """Return what `rounds_to` does for a value read through views, heads repeated included."""
+    found = set()
+    pending = [node]
+    while pending:
+        for user in pending.pop().users:
+            name = op_name(user)
+            if cast_source(user) is not None or name in _LOWERING:
+                found.add(dtype_of(user))
+            elif name in _ALIASING or name == "repeat_interleave":
+                pending.append(user)
+            else:
+                return None
+    return found.pop() if len(found) == 1 else None
+
+
 class Writes:
     """Which values of a graph are written in place: a swap reads later than the ops it replaces."""
 

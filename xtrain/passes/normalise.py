@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from xtrain.passes.forms import replace
 from xtrain.passes.fx_utils import op_name, operand, tensor_meta
@@ -70,17 +71,18 @@ def _whole(node: fx.Node) -> fx.Node | None:
     if not isinstance(source, fx.Node) or tensor_meta(source) is None:
         return None
     parts = index if isinstance(index, tuple) else (index,)
-    whole = all(p is Ellipsis or _is_whole_slice(p) for p in parts)
-    return source if whole and parts else None
-
-
-def _is_whole_slice(part: Any) -> bool:
-    return (
-        isinstance(part, slice)
-        and part.start in (None, 0)
-        and part.stop is None
-        and part.step in (None, 1)
+    before, after = tensor_meta(source), tensor_meta(node)
+    if before is None or after is None or before.ndim != after.ndim:
+        return None
+    same = all(
+        statically_known_true(a == b) for a, b in zip(before.shape, after.shape, strict=True)
     )
+    whole = all(p is Ellipsis or _counts_up_from_zero(p) for p in parts)
+    return source if whole and same and parts else None
+
+
+def _counts_up_from_zero(part: Any) -> bool:
+    return isinstance(part, slice) and part.start in (None, 0) and part.step in (None, 1)
 
 
 def _turned_back(node: fx.Node) -> fx.Node | None:
