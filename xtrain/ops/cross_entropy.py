@@ -14,11 +14,13 @@ Letters: V vocabulary; "..." the tokens, of any number of dimensions.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from xtrain import torch_compat
 from xtrain.ops import registry
 from xtrain.ops.cross_entropy_decomposition import (
     compute_dtype,
@@ -26,9 +28,14 @@ from xtrain.ops.cross_entropy_decomposition import (
     cross_entropy_backward_eager,
     cross_entropy_decomposition,
     cross_entropy_eager,
+    factor_of_losses,
+    reduce_losses,
+    row_blocks,
+    weights_in_loss,
 )
 
 REDUCTIONS = ("mean", "sum", "none")
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def cross_entropy_reference(
@@ -76,6 +83,76 @@ def check_range(name: str, targets: Tensor, ignore_index: int, V: int) -> None:
         )
 
 
+def _forward_cuda(
+    logits: Tensor,
+    targets: Tensor,
+    token_weights: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    reduction: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    options = (ignore_index, label_smoothing, z_loss)
+    if supports(logits, targets) is not None:
+        return cross_entropy_eager(logits, targets, token_weights, *options, reduction)
+    weights = weights_in_loss(targets, token_weights, ignore_index, compute_dtype(logits.dtype))
+    losses, lse = torch.empty_like(weights), torch.empty_like(weights)
+    blocks = row_blocks(logits, targets, weights, losses, lse)
+    for x, target_rows, weight_rows, loss_rows, lse_rows in blocks:
+        _launch(x, None, target_rows, weight_rows, loss_rows, lse_rows, *options)
+    factor = factor_of_losses(weights, reduction)
+    return reduce_losses(losses, weights, factor, reduction), lse, factor
+
+
+def _backward_cuda(
+    grad_loss: Tensor,
+    logits: Tensor,
+    targets: Tensor,
+    token_weights: Tensor | None,
+    lse: Tensor,
+    factor: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+) -> Tensor:
+    options = (ignore_index, label_smoothing, z_loss)
+    if supports(logits, targets) is not None:
+        return cross_entropy_backward_eager(
+            grad_loss, logits, targets, token_weights, lse, factor, *options
+        )
+    weights = weights_in_loss(targets, token_weights, ignore_index, lse.dtype)
+    scale = grad_loss.to(lse.dtype) * factor * weights
+    grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    for x, out, target_rows, scale_rows, lse_rows in row_blocks(logits, grad, targets, scale, lse):
+        _launch(x, out, target_rows, scale_rows, None, lse_rows, *options)
+    return grad
+
+
+def _launch(
+    x: Tensor,
+    grad: Tensor | None,
+    targets: Tensor,
+    scale: Tensor,
+    losses: Tensor | None,
+    lse: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+) -> None:
+    import_module("xtrain.ops.triton.cross_entropy").cross_entropy_rows(
+        x,
+        grad,
+        targets.contiguous(),
+        scale.contiguous(),
+        losses,
+        lse,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=None,
+    )
+
+
 def _fake(
     logits: Tensor,
     targets: Tensor,
@@ -101,7 +178,7 @@ FORWARD = registry.define_op(
     fake=_fake,
     decomposition=cross_entropy_decomposition,
     cpu=_forward_cpu,
-    cuda=cross_entropy_eager,
+    cuda=_forward_cuda,
 )
 BACKWARD = registry.define_op(
     "cross_entropy_backward(Tensor grad_loss, Tensor logits, Tensor targets, "
@@ -110,7 +187,7 @@ BACKWARD = registry.define_op(
     fake=_backward_fake,
     decomposition=cross_entropy_backward_decomposition,
     cpu=cross_entropy_backward_eager,
-    cuda=cross_entropy_backward_eager,
+    cuda=_backward_cuda,
 )
 
 
@@ -214,9 +291,13 @@ def check_options(
         )
 
 
-def supports(*_: Any, **__: Any) -> str | None:
-    """Return why the Triton kernel cannot take these inputs: there is none yet."""
-    return "cross_entropy has no kernel of its own: torch operations, fused by inductor"
+def supports(logits: Tensor, *_: Any, **__: Any) -> str | None:
+    """Return why the Triton kernel cannot take these inputs, or None when it can."""
+    if logits.dtype not in KERNEL_DTYPES:
+        return f"logits are {logits.dtype}; the kernel takes fp64, fp32, bf16 and fp16"
+    if logits.stride(-1) != 1 and logits.shape[-1] != 1:
+        return "the logits of a token are no neighbours in memory"
+    return None if torch_compat.has_triton() else "triton is not installed"
 
 
 OP = registry.Op(

@@ -129,7 +129,7 @@ def cross_entropy_backward_decomposition(
 # --- Eager: the same, a few rows at a time, in operations that pass over memory seldom -----------
 
 
-def _row_blocks(logits: Tensor, *per_token: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def row_blocks(logits: Tensor, *per_token: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield the same tokens of each tensor, CHUNK_ELEMENTS of the logits at a time.
 
     Views, where the tensors are contiguous or logits is not: results may be written through them.
@@ -160,7 +160,7 @@ def cross_entropy_eager(
     c = compute_dtype(logits.dtype)
     losses = torch.empty(targets.shape, dtype=c, device=logits.device)
     lse = torch.empty_like(losses)
-    blocks = _row_blocks(logits, targets, losses, lse)
+    blocks = row_blocks(logits, targets, losses, lse)
     for x, target_rows, loss_rows, lse_rows in blocks:
         token_losses_into(
             loss_rows, lse_rows, x, target_rows, ignore_index, label_smoothing, z_loss
@@ -185,7 +185,7 @@ def cross_entropy_backward_eager(
     weights = weights_in_loss(targets, token_weights, ignore_index, lse.dtype)
     grad_losses = grad_loss.to(lse.dtype) * factor * weights
     grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    for x, target_rows, grad_loss_rows, lse_rows, out in _row_blocks(
+    for x, target_rows, grad_loss_rows, lse_rows, out in row_blocks(
         logits, targets, grad_losses, lse, grad
     ):
         grad_logits_into(

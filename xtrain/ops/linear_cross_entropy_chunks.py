@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from xtrain import torch_compat
+from xtrain.ops.cross_entropy import KERNEL_DTYPES
 from xtrain.ops.cross_entropy_decomposition import (
     compute_dtype,
     factor_of_losses,
@@ -27,7 +28,6 @@ from xtrain.ops.cross_entropy_decomposition import (
     weights_in_loss,
 )
 
-KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # On the CPU: 32 MiB of fp32 logits, enough rows for a product to be worth reading the weight.
 CPU_CHUNK_ELEMENTS = 1 << 23
 

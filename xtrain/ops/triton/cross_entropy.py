@@ -1,16 +1,18 @@
 """Cross-entropy of rows of logits: the loss, and the gradient in the logits' own memory.
 
-Tiling:   a program owns one row and walks it in blocks: once for the log-sum-exp, where each lane
-          keeps a running maximum and sum of its own so that threads meet once a row, and once for
-          the gradient, which finds the row in L1 or L2.
+Tiling:   a program owns one row and walks it in tiles of TILE_ROWS x VECTOR logits, a vector being
+          the 16 bytes that a thread loads at once: first for the log-sum-exp, then for the
+          gradient, which finds the row in L1 or L2. Each vector's place in the tile keeps a maximum
+          and a sum of its own, rescaled once a vector: threads meet once a row, and a logit costs
+          one exponential in each walk. Only the last tile is masked.
 Bytes:    n_rows * n_cols * itemsize read from memory, and as many written where a gradient is
           wanted; the second read comes from a cache (100 KB a row of 50304 bf16 logits).
-Numerics: all in COMPUTE_DTYPE (fp32, fp64 for fp64); x = softcap * tanh(logits / softcap) is formed
-          there and never rounded. A row of scale 0 is not read: its loss and gradient are exact
-          zeros, whatever it holds.
-In place: grad_ptr may be logits_ptr. Then the threads of a row must all have read their part, and
-          the target's logit, before one writes: the reductions between the two walks see to that,
-          and where lse is given, each thread writes what it alone has read.
+Numerics: all in COMPUTE_DTYPE (fp32, fp64 for fp64); exponentials are powers of 2, whose argument
+          is one multiply-add. x = softcap * tanh(logits / softcap) is formed there, never rounded.
+          A row of scale 0 is not read: its loss and gradient are exact zeros, whatever it holds.
+In place: grad_ptr may be logits_ptr. A thread writes only what it alone has read before, but for
+          the target's logit: all read it first, and its gradient is written last, both with a
+          barrier between.
 """
 
 import torch
@@ -18,14 +20,36 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Below every finite logit, so that logits of -inf need no test: exp(-|x - LOWEST|) is 0.
-LOWEST = tl.constexpr(-3.0e38)
+LOG2_E = tl.constexpr(1.4426950408889634)
+# Below every logit but -inf, and finite times LOG2_E: a place that has seen no logit adds nothing.
+LOWEST = tl.constexpr(-1.0e38)
 
 
 @triton.jit
 def _capped(x, SOFTCAP: tl.constexpr):
-    """SOFTCAP * tanh(x / SOFTCAP); exp overflows to infinity, where 1 - 2 / inf is the limit."""
-    return SOFTCAP * (1.0 - 2.0 / (1.0 + tl.exp(x * (2.0 / SOFTCAP))))
+    """SOFTCAP * tanh(x / SOFTCAP); the power overflows to infinity, where the limit is right."""
+    if SOFTCAP is not None:
+        x = SOFTCAP * (1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2_E / SOFTCAP))))
+    return x
+
+
+@triton.jit
+def _add_tile(x, top, total):
+    """Take a tile [TILE_ROWS, VECTOR] into the running maxima and sums [TILE_ROWS]."""
+    new_top = tl.maximum(top, tl.max(x, axis=1))
+    shift = new_top * LOG2_E
+    total *= tl.exp2(top * LOG2_E - shift)
+    total += tl.sum(tl.exp2(x * LOG2_E - shift[:, None]), axis=1)
+    return new_top, total
+
+
+@triton.jit
+def _grad(x, scale, z_scale, shift, share, SOFTCAP: tl.constexpr):
+    """The gradient of a logit, given it capped and that of its loss; not for the target."""
+    grad = z_scale * tl.exp2(x * LOG2_E - shift) - scale * share
+    if SOFTCAP is not None:
+        grad *= 1.0 - (x * (1.0 / SOFTCAP)) * (x * (1.0 / SOFTCAP))
+    return grad
 
 
 @triton.jit
@@ -47,15 +71,18 @@ def _cross_entropy_rows_kernel(
     HAS_LSE: tl.constexpr,
     WRITE_GRAD: tl.constexpr,
     COMPUTE_DTYPE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
     """n_readable_cols >= n_cols columns may be read and written: whole vectors up to the edge."""
+    TILE: tl.constexpr = TILE_ROWS * VECTOR
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * logits_row_stride
     grad_ptr += row * grad_row_stride
-    lane = tl.arange(0, BLOCK)
-    # in COMPUTE_DTYPE: a constant over an integer would be fp32, also for fp64 logits
-    smoothed = LABEL_SMOOTHING / (tl.zeros([], COMPUTE_DTYPE) + n_cols)
+    place = tl.arange(0, TILE_ROWS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    last = n_cols // TILE * TILE  # where the tile begins that needs a mask
+    inside = last + place < n_cols
+    readable = last + place < n_readable_cols
     target = tl.load(targets_ptr + row)
     scale = tl.load(scale_ptr + row).to(COMPUTE_DTYPE)
     if (target == ignore_index) | (scale == 0):
@@ -63,80 +90,74 @@ def _cross_entropy_rows_kernel(
             tl.store(losses_ptr + row, 0.0)
             tl.store(lse_ptr + row, 0.0)
         if WRITE_GRAD:
-            zeros = tl.zeros([BLOCK], grad_ptr.dtype.element_ty)
-            for start in range(0, n_readable_cols, BLOCK):
-                tl.store(grad_ptr + start + lane, zeros, mask=start + lane < n_readable_cols)
+            zeros = tl.zeros([TILE_ROWS, VECTOR], grad_ptr.dtype.element_ty)
+            for start in range(0, last, TILE):
+                tl.store(grad_ptr + start + place, zeros)
+            tl.store(grad_ptr + last + place, zeros, mask=readable)
         return
+    # a target that is no class makes the loss NaN, instead of a read from anywhere
+    is_class = (target >= 0) & (target < n_cols)
+    x_target = tl.load(logits_ptr + target, mask=is_class, other=float("nan"))
+    x_target = _capped(x_target.to(COMPUTE_DTYPE), SOFTCAP)
+    # in COMPUTE_DTYPE: a constant over an integer would be fp32, also for fp64 logits
+    share = LABEL_SMOOTHING / (tl.zeros([], COMPUTE_DTYPE) + n_cols)
     if HAS_LSE:
         lse = tl.load(lse_ptr + row)
     else:
-        # a target that is no class makes the loss NaN, instead of a read from anywhere
-        is_class = (target >= 0) & (target < n_cols)
-        x_target = tl.load(logits_ptr + target, mask=is_class, other=float("nan"))
-        x_target = x_target.to(COMPUTE_DTYPE)
-        if SOFTCAP is not None:
-            x_target = _capped(x_target, SOFTCAP)
-        top = tl.full([BLOCK], LOWEST, COMPUTE_DTYPE)
-        total = tl.zeros([BLOCK], COMPUTE_DTYPE)
-        plain_sum = tl.zeros([BLOCK], COMPUTE_DTYPE)
-        for start in range(0, n_cols, BLOCK):
-            cols = start + lane
-            x = tl.load(logits_ptr + cols, mask=cols < n_readable_cols, other=0.0)
-            x = x.to(COMPUTE_DTYPE)
-            if SOFTCAP is not None:
-                x = _capped(x, SOFTCAP)
+        top = tl.full([TILE_ROWS], LOWEST, COMPUTE_DTYPE)
+        total = tl.zeros([TILE_ROWS], COMPUTE_DTYPE)
+        plain_sum = tl.zeros([TILE_ROWS], COMPUTE_DTYPE)
+        for start in range(0, last, TILE):
+            x = _capped(tl.load(logits_ptr + start + place).to(COMPUTE_DTYPE), SOFTCAP)
+            top, total = _add_tile(x, top, total)
             if LABEL_SMOOTHING != 0.0:
-                plain_sum += tl.where(cols < n_cols, x, 0.0)
-            x = tl.where(cols < n_cols, x, float("-inf"))
-            # of exp(top - new) and exp(x - new) one is 1: the other is all there is to compute
-            rest = tl.exp(-tl.abs(x - top))
-            grows = x > top
-            total = tl.where(grows, total * rest + 1.0, total + rest)
-            top = tl.where(grows, x, top)
+                plain_sum += tl.sum(x, axis=1)
+        x = tl.load(logits_ptr + last + place, mask=readable, other=0.0).to(COMPUTE_DTYPE)
+        x = _capped(x, SOFTCAP)
+        top, total = _add_tile(tl.where(inside, x, float("-inf")), top, total)
         row_top = tl.max(top, axis=0)
-        # equal infinities: their difference is no number, their share is 1
-        total *= tl.where(top == row_top, 1.0, tl.exp(top - row_top))
-        lse = row_top + tl.log(tl.sum(total, axis=0))
-        loss = lse - (1.0 - LABEL_SMOOTHING) * x_target
+        log_total = tl.log(tl.sum(total * tl.exp2((top - row_top) * LOG2_E), axis=0))
+        lse = row_top + log_total
+        loss = log_total + (row_top - x_target)  # not lse - x_target: the small terms first
         if LABEL_SMOOTHING != 0.0:
-            loss -= smoothed * tl.sum(plain_sum, axis=0)
+            plain_sum += tl.sum(tl.where(inside, x, 0.0), axis=1)
+            loss += LABEL_SMOOTHING * x_target - share * tl.sum(plain_sum, axis=0)
         if Z_LOSS != 0.0:
             loss += Z_LOSS * lse * lse
         tl.store(losses_ptr + row, loss)
         tl.store(lse_ptr + row, lse)
     if WRITE_GRAD:
-        of_probability = scale
+        z_scale = scale
         if Z_LOSS != 0.0:
-            of_probability *= 1.0 + 2.0 * Z_LOSS * lse
-        of_target = scale * (1.0 - LABEL_SMOOTHING)
-        for start in range(0, n_cols, BLOCK):
-            cols = start + lane
-            x = tl.load(logits_ptr + cols, mask=cols < n_readable_cols, other=0.0)
-            x = x.to(COMPUTE_DTYPE)
-            if SOFTCAP is not None:
-                x = _capped(x, SOFTCAP)
-            grad = of_probability * tl.exp(x - lse)
-            if LABEL_SMOOTHING != 0.0:
-                grad -= scale * smoothed
-            grad = tl.where(cols == target, grad - of_target, grad)
-            if SOFTCAP is not None:
-                grad *= 1.0 - (x * (1.0 / SOFTCAP)) * (x * (1.0 / SOFTCAP))
-            grad = grad.to(grad_ptr.dtype.element_ty)
-            tl.store(grad_ptr + cols, grad, mask=cols < n_readable_cols)
+            z_scale *= 1.0 + 2.0 * Z_LOSS * lse
+        shift = lse * LOG2_E
+        dtype: tl.constexpr = grad_ptr.dtype.element_ty
+        tl.debug_barrier()  # all have read the target's logit
+        x = tl.load(logits_ptr + last + place, mask=readable, other=0.0).to(COMPUTE_DTYPE)
+        grad = _grad(_capped(x, SOFTCAP), scale, z_scale, shift, share, SOFTCAP)
+        tl.store(grad_ptr + last + place, grad.to(dtype), mask=readable)
+        for done in range(0, last, TILE):  # backwards: what was read last is in the caches first
+            start = last - TILE - done
+            x = _capped(tl.load(logits_ptr + start + place).to(COMPUTE_DTYPE), SOFTCAP)
+            grad = _grad(x, scale, z_scale, shift, share, SOFTCAP)
+            tl.store(grad_ptr + start + place, grad.to(dtype))
+        tl.debug_barrier()  # what was written at the target lacks its own term
+        grad = _grad(x_target, scale, z_scale, shift, share + (1.0 - LABEL_SMOOTHING), SOFTCAP)
+        tl.store(grad_ptr + target, grad.to(dtype), mask=is_class)
 
 
-def cross_entropy_block_sizes(n_cols: int, itemsize: int) -> tuple[int, int]:
-    """Return (BLOCK, num_warps) for rows of n_cols logits.
+def cross_entropy_block_sizes(n_cols: int, itemsize: int) -> tuple[int, int, int]:
+    """Return (TILE_ROWS, VECTOR, num_warps) for rows of n_cols logits.
 
-    A thread loads 16 bytes twice a block: with a thousand threads on an SM that is the 32 KB in
-    flight that hide a memory's latency. Few wide programs rather than many narrow ones, so that the
-    rows in flight on all SMs stay in L2 for the second walk. Short rows take fewer warps.
+    A thread loads one or two vectors a tile: with a thousand threads on an SM those are the bytes
+    in flight that hide memory's latency. Few wide programs rather than many narrow ones, so that
+    the rows in flight on all SMs stay in L2 for the second walk. Short rows take fewer warps.
     """
-    lanes = 32 * 2 * max(16 // itemsize, 1)
+    vector = max(16 // itemsize, 1)
     num_warps = 16
-    while num_warps > 1 and (num_warps // 2) * lanes >= n_cols:
+    while num_warps > 1 and (num_warps // 2) * 32 * vector >= n_cols:
         num_warps //= 2
-    return num_warps * lanes, num_warps
+    return num_warps * 32, vector, num_warps
 
 
 def cross_entropy_rows(
@@ -158,12 +179,12 @@ def cross_entropy_rows(
     Args:     logits, grad: [n, V], rows of any stride; grad may be logits.
               targets, scale, losses, lse: [n], contiguous; the gradient of l_i is scale_i, and a
               row of scale 0 counts for nothing.
-              padded: the rows' memory goes on to the next multiple of 16 columns.
+              padded: the rows of both go on to the next multiple of 16 columns, of any content.
     """
     n_rows, n_cols = logits.shape
     if n_rows == 0:
         return
-    block, num_warps = cross_entropy_block_sizes(n_cols, logits.element_size())
+    tile_rows, vector, num_warps = cross_entropy_block_sizes(n_cols, logits.element_size())
     out = logits if grad is None else grad
     _cross_entropy_rows_kernel[(n_rows,)](
         logits,
@@ -183,6 +204,7 @@ def cross_entropy_rows(
         HAS_LSE=losses is None,
         WRITE_GRAD=grad is not None,
         COMPUTE_DTYPE=tl.float64 if logits.dtype == torch.float64 else tl.float32,
-        BLOCK=block,
+        TILE_ROWS=tile_rows,
+        VECTOR=vector,
         num_warps=num_warps,
     )
