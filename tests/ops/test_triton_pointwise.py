@@ -72,15 +72,15 @@ def test_swiglu_compiles_without_spills(kernel, arch, dtype):
 
 
 def compile_rope(dtype: str, arch: int, heads: int, head_dim: int, pairs: int, interleaved: bool):
-    blocks = rope_block_sizes(2048, heads, head_dim, ITEMSIZE[dtype])
-    *blocks, num_warps = blocks
+    block_tokens, block_heads, num_warps = rope_block_sizes(heads, head_dim, ITEMSIZE[dtype])
     constants = {
         "PAIRS": pairs,
         "REST": head_dim - 2 * pairs,
         "INTERLEAVED": interleaved,
         "INVERSE": True,
         "COMPUTE_DTYPE": compute_dtype(dtype),
-        **dict(zip(("BLOCK_TOKENS", "BLOCK_HEADS", "HEAD_BLOCKS"), blocks, strict=True)),
+        "BLOCK_TOKENS": block_tokens,
+        "BLOCK_HEADS": block_heads,
         "BLOCK_PAIRS": triton.next_power_of_2(pairs),
         "BLOCK_REST": triton.next_power_of_2(max(head_dim - 2 * pairs, 1)),
     }
@@ -100,7 +100,7 @@ def compile_rope(dtype: str, arch: int, heads: int, head_dim: int, pairs: int, i
 def test_rope_compiles_without_spills(arch, dtype):
     usage = compile_rope(dtype, arch, 40, 128, 64, False)
     assert usage.spills == 0, usage
-    assert usage.registers <= 96, usage
+    assert usage.registers <= 64, usage
     assert usage.count("STG") == usage.count("STG", "128") > 0, usage
     assert usage.count("LDG", "128") >= usage.count("STG"), usage
 
@@ -110,7 +110,7 @@ def test_rope_compiles_without_spills(arch, dtype):
 def test_partial_rope_compiles_without_spills(interleaved, head_dim):
     usage = compile_rope("bf16", 90, 24, head_dim, head_dim // 4, interleaved)
     assert usage.spills == 0, usage
-    assert usage.registers <= 96, usage
+    assert usage.registers <= 64, usage
 
 
 # --- on a GPU -----------------------------------------------------------------------------------

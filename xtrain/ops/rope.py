@@ -156,15 +156,18 @@ def supports_qk(
 
 
 def prefers_kernel(x: Tensor, cos: Tensor, sin: Tensor, *, layout: str = "half") -> bool:
-    """Return whether, under inductor, the kernel is the faster form."""
-    return False
+    """Return whether, under inductor, the kernel is the faster form.
+
+    On GPUs: inductor's concatenations read x once for each part of the result.
+    """
+    return x.device.type == "cuda" and x.dtype in KERNEL_DTYPES
 
 
 def prefers_kernel_qk(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, layout: str = "half"
 ) -> bool:
-    """Return whether, under inductor, the kernel is the faster form."""
-    return False
+    """Return whether, under inductor, the kernel is the faster form: see `prefers_kernel`."""
+    return prefers_kernel(q, cos, sin, layout=layout) and q.dtype == k.dtype
 
 
 def _fake(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
