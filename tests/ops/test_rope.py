@@ -10,6 +10,7 @@ import torch
 from test_dropout_compiled import partitioned_graphs
 from tolerances import assert_no_worse_than_plain
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from xtrain.ops import OPS, rope, rope_qk
 
@@ -313,3 +314,21 @@ def test_errors(change, match, compiled):
         function = torch.compile(op, fullgraph=True, backend="eager") if compiled else op
         with pytest.raises(ValueError, match=f"{op.__name__}: .*{match}"):
             function(*arguments, cos, sin, layout=layout)
+
+
+def test_supports_says_why_not():
+    """What one launch cannot take; on GPUs inductor keeps what it can as a call."""
+    q, k, table = torch.ones(2, 4, 3, 8), torch.ones(2, 1, 3, 8), torch.ones(3, 4)
+    single, both = OPS["rope"], OPS["rope_qk"]
+    assert single.supports(q, table, table) is both.supports(q, k, table, table) is None
+    eighth = table.to(torch.float8_e4m3fn)
+    assert single.supports(q, table, eighth).startswith("sin is torch.float8_e4m3fn; the kernel")
+    reason = both.supports(q, k.to(torch.bfloat16), table, table)
+    assert reason.startswith("q is torch.float32 and k torch.bfloat16; the kernel takes")
+    reason = both.supports(q, k[:1], table, table)
+    assert reason.startswith("q is (2, 4, 3, 8) and k (1, 1, 3, 8); the kernel takes")
+    assert not single.prefers_kernel(q, table, table)
+    with FakeTensorMode():
+        q, k, table = (torch.empty(t.shape, device="cuda") for t in (q, k, table))
+        assert single.prefers_kernel(q, table, table) and both.prefers_kernel(q, k, table, table)
+        assert not both.prefers_kernel(q, k.half(), table, table)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from test_dropout_compiled import partitioned_graphs
 from tolerances import assert_no_worse_than_plain
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from xtrain.ops import OPS, swiglu
 from xtrain.ops.swiglu import halves, swiglu_packed
@@ -255,3 +256,16 @@ def test_packed_errors(compiled):
     ):
         with pytest.raises(ValueError, match=f"swiglu_packed: {message}"):
             function(gate_up, order=order)
+
+
+def test_supports_says_why_not():
+    """float8 has no arithmetic; on GPUs inductor keeps the packed op alone as a call."""
+    half, eighth = torch.ones(2, 4, dtype=torch.bfloat16), torch.ones(2, 4).to(torch.float8_e4m3fn)
+    separate, packed = OPS["swiglu"], OPS["swiglu_packed"]
+    assert separate.supports(half, half.float()) is packed.supports(half) is None
+    assert separate.supports(half, eighth).startswith("up is torch.float8_e4m3fn; the kernel takes")
+    assert packed.supports(eighth).startswith("gate_up is torch.float8_e4m3fn; the kernel takes")
+    assert not packed.prefers_kernel(half) and not separate.prefers_kernel(half, half)
+    with FakeTensorMode():
+        half = torch.empty(2, 4, dtype=torch.bfloat16, device="cuda")
+        assert packed.prefers_kernel(half) and not separate.prefers_kernel(half, half)
