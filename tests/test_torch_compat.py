@@ -323,3 +323,32 @@ def test_compiled_graphs_are_counted_recompiles_included():
     for size in (2, 3, 2, 4):
         f(torch.zeros(size))
     assert torch_compat.num_compiled_graphs() - before == 3
+
+
+def test_an_interpreted_graph_names_modules_and_gives_the_bits_of_aot_eager():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 4))).eval()
+    seen = []
+
+    def result(path, function, value):
+        seen.append((path, str(function), value))
+
+    x = torch.randn(2, 4)
+    backend = torch_compat.interpreting_backend(result)
+    with torch.no_grad():
+        y = torch.compile(model, backend=backend, fullgraph=True)(x)
+        assert torch.equal(y, model(x))
+    products = [(path, value) for path, function, value in seen if "addmm" in function]
+    assert [path for path, _ in products] == ["0", "1.1"]
+    assert torch.equal(products[-1][1], y)
+    assert ("1.0", "aten.relu.default") in [item[:2] for item in seen]
+
+
+def test_a_graph_break_is_told_from_other_errors():
+    def broken(x):
+        torch._dynamo.graph_break()
+        return x
+
+    with pytest.raises(Exception, match="graph_break") as caught:  # noqa: B017
+        torch.compile(broken, backend="eager", fullgraph=True)(torch.zeros(1))
+    assert torch_compat.is_graph_break(caught.value)
+    assert not torch_compat.is_graph_break(RuntimeError("x"))

@@ -20,7 +20,18 @@ _LAZY = {
     "compile_blocks": "xtrain.compiler",
     "CompiledModel": "xtrain.compiler",
 }
-_SUBMODULES = ("compiler", "config", "data", "metrics", "model", "ops", "passes", "rng", "train")
+_SUBMODULES = (
+    "compiler",
+    "config",
+    "data",
+    "drift",
+    "metrics",
+    "model",
+    "ops",
+    "passes",
+    "rng",
+    "train",
+)
 
 __all__ = ["CompiledModel", "__version__", "compile", "compile_blocks"]
 

@@ -262,6 +262,11 @@ def fake_like_inputs(example_inputs: Sequence[Any], value: torch.Tensor) -> torc
     return value
 
 
+def any_on_cuda(example_inputs: Sequence[Any]) -> bool:
+    """Whether a tensor among the inputs of a graph is on a GPU."""
+    return any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs)
+
+
 def inner_backend(
     name: str, *, mode: str | None, options: dict[str, Any], dynamic: bool | None
 ) -> Callable[..., Callable[..., Any]]:
@@ -331,3 +336,41 @@ def real_tensors() -> Any:
 def num_compiled_graphs() -> int:
     """Return how many graphs Dynamo has handed to backends in this process, recompiles included."""
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+# --- Watching a compiled graph op by op (xtrain.drift) ------------------------------------------
+
+
+def interpreting_backend(result: Callable[[str, Any, Any], None]) -> Callable[..., Any]:
+    """Return a backend that runs AOTAutograd's forward graph node by node, as aot_eager does.
+
+    result: called as result(path, function, value) after each op; path is that of the innermost
+            module of the node, relative to the compiled module, "" where none is known.
+    """
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    class Interpreter(torch.fx.Interpreter):
+        def run_node(self, node: torch.fx.Node) -> Any:
+            value = super().run_node(node)
+            if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+                result(_module_path(node), node.target, value)
+            return value
+
+    def compile_forward(graph_module: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        return make_boxed_func(lambda *args: Interpreter(graph_module).run(*args))
+
+    return aot_autograd(fw_compiler=compile_forward)
+
+
+def _module_path(node: torch.fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path = str(list(stack.values())[-1][0])  # "L['self'].blocks.0"; 'fn' where torch wraps forward
+    return path.partition("']")[2].lstrip(".") if path.startswith("L['") else path
+
+
+def is_graph_break(error: BaseException) -> bool:
+    """Return whether Dynamo refused to trace a frame as one graph."""
+    return isinstance(error, torch._dynamo.exc.Unsupported)

@@ -1,0 +1,200 @@
+"""The command as its user meets it: records, verdicts as exit codes, one line for every mistake."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from training import running
+
+from xtrain.drift import Record
+from xtrain.drift.command import main
+
+
+def run(*arguments):
+    return main([str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("records")
+    for name, *flags in (("a",), ("b", "--batch=4", "--pad-to=24"), ("other", "--seed=1")):
+        shared = ["--tokens=4", "--num-prompts=3", "--threads=1"]
+        assert run("record", "--out", folder / f"{name}.drift", "tiny", *shared, *flags) == 0
+    return folder
+
+
+def test_record_and_compare(records, capsys, tmp_path):
+    assert run("compare", records / "a.drift", records / "a.drift") == 0
+    text = capsys.readouterr().out
+    assert "environment: the same" in text and text.endswith(
+        "verdict 0: identical: all recorded bits are equal\n"
+    )
+    code = run(
+        *("compare", records / "a.drift", records / "b.drift"),
+        *("--json", tmp_path / "x.json", "--html", tmp_path / "x.html"),
+    )
+    assert code in (0, 1)
+    found = json.loads((tmp_path / "x.json").read_text())
+    assert found["exit_code"] == code and found["num_positions"] == 12
+    names = [change["name"] for change in found["environment_changes"]]
+    assert names == ["run.batch_size", "run.pad_to"]
+    assert "run.batch_size" in capsys.readouterr().out
+
+
+def test_json_on_stdout_is_json_alone(records, capsys):
+    assert run("compare", records / "a.drift", records / "other.drift", "--json", "-") == 4
+    found = json.loads(capsys.readouterr().out)
+    assert found["verdict"].startswith("not comparable: other")
+
+
+def test_the_page_is_self_contained(records, tmp_path):
+    out = tmp_path / "x.html"
+    assert run("compare", records / "a.drift", records / "other.drift", "--html", out) == 4
+    text = out.read_text()
+    assert not re.search(r"(src|href)=|url\(|@import|<script", text)
+    assert "not comparable" in text and text.count("<h2>") >= 1
+
+
+def test_weights_and_prompts_of_a_preset_do_not_depend_on_the_instruction_set(tmp_path):
+    """torch.randn does; and this is the pair of settings of the study: where does it start?"""
+    for level in ("default", "avx2"):
+        command = [sys.executable, "-m", "xtrain.drift", "record", "--out", tmp_path / level]
+        done = subprocess.run(
+            [*command, "tiny", "--tokens=1", "--num-prompts=2", "--threads=1"],
+            env={**os.environ, "ATEN_CPU_CAPABILITY": level},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+    from xtrain.drift import compare
+
+    found = compare(tmp_path / "default", tmp_path / "avx2")
+    assert found.reason is None  # equal weights, equal prompts
+    assert {c.name for c in found.changes} == {
+        "torch.aten_cpu_capability",
+        "env.ATEN_CPU_CAPABILITY",
+    }
+    first = found.first_divergence
+    assert first.module_path == "blocks.0.attention" and "scaled_dot_product" in first.op
+    assert found.exit_code in (1, 2, 3)
+
+
+def test_one_forward_with_all_positions(tmp_path):
+    (tmp_path / "p.json").write_text("[[1, 2, 3], [4, 5, 6, 7]]")
+    for batch in (1, 2):
+        flags = ["--tokens=0", f"--batch={batch}", "--prompts", tmp_path / "p.json"]
+        assert run("record", "--out", tmp_path / f"{batch}.drift", "tiny", *flags) == 0
+    assert [len(s.tokens) for s in Record(tmp_path / "2.drift").steps()] == [3, 4]
+    assert run("compare", tmp_path / "1.drift", tmp_path / "2.drift") in (0, 1)
+
+
+def test_a_run_of_ours_and_its_text(tmp_path, capsys, monkeypatch):
+    with running(tmp_path) as runner:
+        assert runner("--name=counts", "--steps=20") == 0
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "p.txt").write_text("one two\nthree\n")
+    flags = ["--prompts", "p.txt", "--tokens=5", "--decode=generate"]
+    assert run("record", "--out", "a.drift", "counts", *flags) == 0
+    record = Record("a.drift")
+    assert record.model["kind"] == "run" and record.model["step"] == 20
+    assert [case.prompt["text"] for case in record.cases] == ["one two", "three"]
+    assert all(isinstance(case.text, str) and case.text for case in record.cases)
+    capsys.readouterr()
+    assert run("compare", "a.drift", "a.drift") == 0
+    text = capsys.readouterr().out
+    assert "after 'one two" in text or "after 'three" in text
+
+
+def test_a_hugging_face_folder(tmp_path):
+    """Row C54: weights of the file, not of an initialisation; a changed one is found by name."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=32)
+    model = transformers.GPT2LMHeadModel(config)
+    model.save_pretrained(tmp_path / "hf")
+    for name in ("a", "b"):
+        out = tmp_path / f"{name}.drift"
+        flags = ["--tokens=3", "--num-prompts=2", "--prompt-length=5", "--decode=generate"]
+        assert run("record", "--out", out, tmp_path / "hf", *flags) == 0
+        with torch.no_grad():
+            model.transformer.h[1].mlp.c_fc.weight[3, 4] += 0.5
+        model.save_pretrained(tmp_path / "hf")
+    from xtrain.drift import compare
+
+    found = compare(tmp_path / "a.drift", tmp_path / "b.drift")
+    assert found.exit_code == 4
+    assert tuple(found.first_divergence) == ("transformer.h.1.mlp.c_fc", "aten.addmm")
+
+
+MISTAKES = [
+    (["compare", "nowhere.drift", "nowhere.drift"], "there is no record nowhere.drift"),
+    (["compare", "."], "the following arguments are required: B"),
+    (["compare", "nowhere", "x", "--jsn=y"], "unknown argument '--jsn=y'"),
+    (["compare", ".", "."], "manifest.json is missing"),
+    (["recrd"], "invalid choice: 'recrd'"),
+    ([], "arguments are required: COMMAND"),
+    (["record", "tiny"], "required: --out"),
+    (["record", "--out", "x", "tinny"], "'tinny' is no preset"),
+    (["record", "--out", "x", "tiny", "--tokens=-1"], "--tokens must be at least 0, got -1"),
+    (["record", "--out", "x", "tiny", "--tokens=lots"], "invalid int value: 'lots'"),
+    (["record", "--out", "x", "tiny", "--mode=fast"], "--mode must be eager, aot_eager or ind"),
+    (["record", "--out", "x", "tiny", "--dtype=fp8"], "--dtype must be one of auto, fp32"),
+    (["record", "--out", "x", "tiny", "--decode=beam"], "decode must be one of greedy, generate"),
+    (["record", "--out", "x", "tiny", "--device=cuda:99"], "--device is cuda:99, but torch"),
+    (["record", "--out", "x", "tiny", "--prompts=none.txt"], "cannot read the prompts none.txt"),
+    (["record", "--out", "x", "tiny", "--prompts=text.txt"], "no tokenizer is known"),
+    (["record", "--out", "x", "tiny", "--prompts=bad.json"], "must hold a list of lists of ids"),
+    (["record", "--out", "x", "tiny", "--prompts=big.json"], "prompt 0 must be ids below 16"),
+    (["record", "--out", "x", "tiny", "--prompts=empty.json"], "empty.json holds no prompt"),
+    (["record", "--out", "x", "tiny", "--tokens=2000"], "exceeds the model's context of 1024"),
+    (["record", "--out", "x", "tiny", "--decode=sample", "--temperature=0"], "temperature must be"),
+    (["record", "--out", "x", "broken_hf"], "cannot load broken_hf as a causal language model"),
+    (["record", "--out", "taken", "tiny"], "taken exists; choose another name"),
+    (["record", "--out", "text.txt/x", "tiny"], "cannot write text.txt/x"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES, ids=lambda value: str(value)[:40])
+def test_mistakes_are_one_line_and_exit_code_5(tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("words\n")
+    (tmp_path / "bad.json").write_text('{"a": 1')
+    (tmp_path / "big.json").write_text("[[99]]")
+    (tmp_path / "empty.json").write_text("[]")
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "broken_hf").mkdir()
+    (tmp_path / "broken_hf" / "config.json").write_text('{"model_type": "gpt2"}')
+    try:
+        code = main(arguments)
+    except SystemExit as error:
+        code = error.code
+    out, err = capsys.readouterr()
+    assert code == 5 and out == ""
+    assert err.startswith("error: ") and err.count("\n") == 1 and message in err
+    assert not (tmp_path / "x").exists() and not list(tmp_path.glob(".*tmp*"))
+
+
+def test_an_internal_error_is_no_verdict(records, monkeypatch, capsys):
+    from xtrain.drift import comparison
+
+    def fail(*_):
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(comparison, "changes", fail)
+    assert run("compare", records / "a.drift", records / "b.drift") == 70
+    assert "internal error: KeyError" in capsys.readouterr().err
+
+
+def test_help_needs_no_torch():
+    code = "import sys; sys.modules['torch'] = None; from xtrain.drift.command import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--help"], capture_output=True, text=True, check=True
+    )
+    assert "exit codes of compare: 0 identical" in done.stdout

@@ -1,0 +1,330 @@
+"""Two records against each other: where the difference starts, and the verdict."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from drift_models import Rowwise, decoder, next_up, tokens
+
+from xtrain.drift import DriftError, compare, record
+from xtrain.drift.align import align
+from xtrain.drift.margins import find_loop
+from xtrain.drift.models import Subject, hash_weights
+from xtrain.drift.record_folder import OpKey
+from xtrain.drift.recording import Settings, record_prompts
+from xtrain.drift.report import as_json, as_text
+
+NAMES = [name.removeprefix("blocks.3.") for name, _ in decoder(4).blocks[3].named_parameters()]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_ulp_in_layer_3_starts_at_the_op_that_reads_it(name):
+    """Row C54; of a product the reader is the matmul, of a norm the multiplication."""
+    plain, changed = decoder(4), decoder(4)
+    path, _, _ = f"blocks.3.{name}".rpartition(".")
+    next_up(changed.get_parameter(f"blocks.3.{name}"))
+    x = tokens(batch=2, length=12)
+    for tensors in (False, True):
+        found = compare(record(plain, x), record(changed, x, tensors=tensors))
+        op = "aten.mul" if "norm" in name else "aten.mm"
+        assert tuple(found.first_divergence) == (path, op)
+        assert found.exit_code == 4 and found.reason == f"other weights: blocks.3.{name}"
+        assert [layer.max_abs for layer in found.growth[:3]] == [0, 0, 0]
+
+
+def test_the_size_is_exact_with_tensors_and_a_lower_bound_without():
+    plain, changed = decoder(), decoder()
+    weight = changed.blocks[1].feed_forward.up.weight
+    with torch.no_grad():
+        weight[:, 5] *= 1.5
+    x = tokens(length=16)
+    outputs = []
+    for model in (plain, changed):
+        module = model.blocks[1].feed_forward.up
+        module.register_forward_hook(lambda m, i, out: outputs.append(out.detach().double()))
+    samples = compare(record(plain, x), record(changed, x)).first_divergence.distance
+    exact = compare(record(plain, x, tensors=True), record(changed, x, tensors=True))
+    size = exact.first_divergence.distance
+    truth = (outputs[1] - outputs[0]).abs()
+    assert size.exact and size.max_abs == float(truth.max())
+    assert size.num_different == int((truth > 0).sum()) == 16
+    assert not samples.exact and 0 < samples.max_abs <= size.max_abs
+
+
+def test_growth_by_layer_is_the_difference_of_block_outputs():
+    plain, changed = decoder(3), decoder(3)
+    with torch.no_grad():
+        changed.blocks[1].attention.value.weight.mul_(1.01)
+    x, outputs = tokens(batch=2), []
+    for model in (plain, changed):
+        for block in model.blocks:
+            block.register_forward_hook(lambda m, i, out: outputs.append(out.detach().double()))
+    found = compare(record(plain, x), record(changed, x))
+    for layer, (a, b) in zip(found.growth, zip(outputs[:3], outputs[3:], strict=True), strict=True):
+        assert layer.max_abs == float((a - b).abs().max())
+        assert layer.num_compared == 18
+        assert layer.num_different == int((a != b).any(-1).sum())
+    assert [layer.path for layer in found.growth] == ["blocks.0", "blocks.1", "blocks.2"]
+
+
+class Shifted(Rowwise):
+    """Adds `amount` to the logits that `where` selects: what another environment might do."""
+
+    def __init__(self, amount=0.0, where=slice(None), bias=None):
+        super().__init__()
+        self.amount, self.where = amount, where
+        self.bias = torch.zeros(16) if bias is None else bias
+
+    def forward(self, input_ids):
+        shift = torch.zeros(16)
+        shift[self.where] = self.amount
+        return super().forward(input_ids) + self.bias + shift
+
+
+def pair(a, b, x=None):
+    x = tokens(length=5) if x is None else x
+    return compare(record(a, x), record(b, x))
+
+
+def test_the_verdicts():
+    base = torch.zeros(16)
+    base[3], base[7] = 100.0, 99.0
+    same = pair(Shifted(bias=base), Shifted(bias=base))
+    assert (same.exit_code, same.first_divergence, same.environment_changes) == (0, None, [])
+    assert "identical" in same.verdict
+    moved = pair(Shifted(bias=base), Shifted(0.25, slice(0, 1), bias=base))
+    assert moved.exit_code == 1 and tuple(moved.first_divergence) == ("", "aten.add")
+    assert not any(position.can_flip for position in moved.positions)
+    near = pair(Shifted(bias=base), Shifted(-3.0, slice(7, 8), bias=base))
+    assert near.exit_code == 2  # moved the other way, but as far as the margin
+    assert all(p.can_flip and not p.flipped for p in near.positions)
+    flipped = pair(Shifted(bias=base), Shifted(3.0, slice(7, 8), bias=base))
+    assert flipped.exit_code == 3
+    assert {(p.token_a, p.token_b) for p in flipped.positions} == {(3, 7)}
+    # Integers in fp32: a constant for all is exact and moves no pair.
+    whole = torch.arange(16.0) * 8
+    zero = Shifted(0.0, bias=whole)
+    zero.head.data.zero_()
+    constant = Shifted(64.0, bias=whole)
+    constant.head.data.zero_()
+    found = pair(zero, constant)
+    assert found.exit_code == 1 and found.max_shift == 0.0
+
+
+def test_ties_flip_when_bits_differ_and_count_as_identical_when_not():
+    base = torch.zeros(16)
+    base[[3, 7]] = 100.0
+    a = Shifted(bias=base)
+    a.head.data.zero_()
+    b = Shifted(0.5, slice(0, 1), bias=base)
+    b.head.data.zero_()
+    assert pair(a, a).exit_code == 0
+    assert pair(a, b).exit_code == 2
+
+
+def test_nan_in_the_same_place_is_equal_and_in_one_it_differs():
+    nan = torch.zeros(16)
+    nan[4] = torch.nan
+    assert pair(Shifted(bias=nan), Shifted(bias=nan)).exit_code == 0
+    found = pair(Shifted(bias=torch.zeros(16)), Shifted(bias=nan))
+    assert found.exit_code == 3 and found.first_divergence.op == "aten.add"
+    assert found.first_divergence.distance.max_abs == np.inf
+    json.dumps(as_json(found), allow_nan=False)
+
+
+def test_two_dtypes_are_compared_in_the_wider():
+    plain, narrow = decoder(), decoder().bfloat16()
+    x = tokens()
+    found = compare(record(plain, x), record(narrow, x))
+    assert found.reason is None  # each weight is the other's, rounded
+    assert found.exit_code in (1, 2, 3)
+    first = found.first_divergence
+    assert tuple(first) == ("embedding", "aten.embedding") and first.dtypes == ("F32", "BF16")
+    assert 0 < first.distance.max_abs < 2.0**-8 * float(plain.embedding.weight.detach().abs().max())
+    assert "the dtypes differ" in as_text(found)
+    exact = decoder()
+    with torch.no_grad():
+        for parameter in exact.parameters():
+            parameter.copy_(parameter.bfloat16())
+    same = compare(record(exact, x), record(narrow, x))
+    assert same.first_divergence.op != "aten.embedding"  # equal numbers in two dtypes
+    other = decoder().bfloat16()
+    with torch.no_grad():
+        other.blocks[0].attention.query.weight.mul_(2)
+    assert compare(record(plain, x), record(other, x)).exit_code == 4
+
+
+def test_ops_without_a_partner_are_no_divergence():
+    class Fused(Rowwise):
+        """Computes the same bits by other ops in its first layer."""
+
+        def __init__(self):
+            super().__init__()
+            self.layers[0].inner.forward = lambda x: (x * self.layers[0].inner.weight) * 30 + 0
+
+    found = pair(Rowwise(), Fused())
+    assert found.exit_code == 0 and found.first_divergence is None
+    assert {(u.record, u.path, u.op) for u in found.unmatched} == {
+        ("b", "layers.0.inner", "aten.add")
+    }
+    assert "B alone" in as_text(found)
+
+
+def test_a_difference_behind_an_unmatched_op_is_named_by_the_block():
+    class Other(Rowwise):
+        def __init__(self):
+            super().__init__()
+            inner = self.layers[0].inner
+            inner.forward = lambda x: torch.sin(x)
+
+    assert tuple(pair(Rowwise(), Other()).first_divergence) == ("layers.0", "aten.mul")
+
+
+def test_alignment_keeps_the_order():
+    a = tuple(
+        OpKey(p, o, "F32") for p, o in [("x", "mm"), ("x", "add"), ("y", "mm"), ("y", "silu")]
+    )
+    b = tuple(
+        OpKey(p, o, "BF16") for p, o in [("x", "mm"), ("y", "mm"), ("y", "cast"), ("y", "silu")]
+    )
+    found = align(a, b)
+    assert found.pairs.tolist() == [[0, 0], [2, 1], [3, 3]]
+    assert (found.only_a, found.only_b) == ((1,), (2,))
+
+
+def test_the_comparison_of_a_prompt_ends_where_its_tokens_part():
+    base = torch.zeros(16)
+    base[3], base[7] = 10.0, 9.0
+
+    class Later(Shifted):
+        def forward(self, input_ids):
+            self.amount = 5.0 if input_ids.shape[1] >= 4 else 0.0
+            return super().forward(input_ids)
+
+    def subject(model):
+        return Subject(model, {"kind": "test"}, 16, None, weights=hash_weights(model))
+
+    lists = [{"tokens": [1, 2], "text": None}, {"tokens": [5], "text": None}]
+    a = record_prompts(subject(Shifted(bias=base)), lists, Settings(num_tokens=6))
+    b = record_prompts(subject(Later(0.0, slice(7, 8), bias=base)), lists, Settings(num_tokens=6))
+    found = compare(a, b)
+    assert found.exit_code == 3
+    assert [p.num_steps for p in found.prompts] == [3, 4]
+    assert found.first_divergence.step == 2 and found.first_divergence.prompt == 0
+    text = as_text(found)
+    assert "step 2" in text and text.endswith("verdict 3: the tokens differ\n")
+
+
+def test_not_comparable(tmp_path):
+    x = tokens(length=5)
+    base = record(decoder(), x)
+    for other, reason in (
+        (record(decoder(), tokens(length=6)), "other prompts: the tokens of prompt 0 differ"),
+        (record(decoder(), tokens(batch=2, length=5)), "other prompts: A has 1, B has 2"),
+        (record(decoder(3), x), "other models: A has no weight blocks.2"),
+        (record(decoder(ffn_hidden=32), x), "other models: blocks.0.feed_forward.gate.weight is"),
+    ):
+        found = compare(base, other)
+        assert found.exit_code == 4 and reason in found.verdict, found.verdict
+        assert found.first_divergence is None and not found.positions
+        assert reason in as_text(found)
+        assert as_json(found)["exit_code"] == 4
+
+
+def test_thread_count_is_named(tmp_path):
+    """Row C52."""
+    one = record(decoder(), tokens())
+    torch.set_num_threads(2)
+    found = compare(one, record(decoder(), tokens()))
+    assert ("threads.intra", 1, 2) in found.environment_changes
+    assert [change.name for change in found.environment_changes] == ["threads.intra"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], None),
+        ([9, 9, 5] + [1, 2, 3] * 4, (3, 3)),
+        ([7] * 12, (0, 1)),
+        ([1, 2, 7, 7, 7], None),  # too short to be called a loop
+        (list(range(10)) * 2, (0, 10)),
+        (list(range(10)) * 2 + [77], None),
+        ([], None),
+    ],
+)
+def test_loops(tokens, expected):
+    assert find_loop(tokens) == expected
+
+
+BROKEN = [
+    ("record.json", "cut", "bytes, not"),
+    ("record.json", "edit", "was changed after it was written"),
+    ("case_0000.safetensors", "cut", "bytes, not"),
+    ("case_0000.safetensors", "edit", "was changed after it was written"),
+    ("case_0000.json", "delete", "case_0000.json is missing"),
+    ("manifest.json", "cut", "is damaged"),
+    ("manifest.json", "delete", "is no complete record: manifest.json is missing"),
+    ("manifest.json", "version", "has schema version 2, this xtrain reads 1"),
+    ("manifest.json", "foreign", "is no record"),
+    ("manifest.json", "list", "is no record"),
+    ("manifest.json", "files", "manifest.json is damaged"),
+]
+
+
+@pytest.mark.parametrize(("name", "how", "message"), BROKEN)
+def test_a_broken_record_is_one_line(tmp_path, name, how, message):
+    from xtrain.drift import Record
+
+    out = tmp_path / "a.drift"
+    record(Rowwise(), tokens(), out=out)
+    file = out / name
+    text = file.read_bytes()
+    if how == "cut":
+        file.write_bytes(text[: len(text) // 2])
+    elif how == "edit":
+        file.write_bytes(text[:-9] + bytes([text[-9] ^ 1]) + text[-8:])
+    elif how == "delete":
+        file.unlink()
+    else:
+        contents = json.loads(text)
+        contents |= {"version": 2} if how == "version" else {}
+        contents |= {"format": "other"} if how == "foreign" else {}
+        contents |= {"files": ["record.json"]} if how == "files" else {}
+        file.write_text(json.dumps([] if how == "list" else contents))
+    with pytest.raises(DriftError, match=message) as caught:
+        Record(out)
+    assert "\n" not in str(caught.value)
+
+
+def test_reading_and_comparing_need_no_torch(tmp_path):
+    """bf16 records, read by NumPy alone."""
+    for name, scale in (("a", 1.0), ("b", 1.5)):
+        model = decoder()
+        with torch.no_grad():
+            model.blocks[1].attention.output.weight.mul_(scale)
+        record(model.bfloat16(), tokens(), out=tmp_path / f"{name}.drift", tensors=True)
+    code = """
+import sys
+for name in ("torch", "transformers", "safetensors", "triton"):
+    sys.modules[name] = None
+import xtrain.drift as drift
+from xtrain.drift.command import main
+a = drift.Record(sys.argv[1])
+print(a.cases[0].steps[0].logits()[1], float(a.cases[0].steps[0].logits_float64()[0, 0]))
+sys.exit(main(["compare", *sys.argv[1:]]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "a.drift", tmp_path / "b.drift"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 4, done.stderr
+    assert "first difference: aten.mm in blocks.1.attention.output" in done.stdout
+    with torch.no_grad():
+        logits, _ = decoder().bfloat16()(tokens())
+    assert done.stdout.splitlines()[0] == f"BF16 {float(logits[0, 0, 0])}"

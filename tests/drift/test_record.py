@@ -1,0 +1,348 @@
+"""What a record holds, against hooks, a plain forward and the model's own generate()."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from drift_models import Rowwise, decoder, tokens
+from torch import nn
+
+from xtrain.drift import DriftError, Record, compare, record
+from xtrain.drift.models import Subject, derived_buffers, hash_weights
+from xtrain.drift.recording import Settings, record_prompts
+from xtrain.drift.values import to_float64
+
+
+def subject(model, vocab=16, max_length=None):
+    return Subject(model, {"kind": "test"}, vocab, max_length, weights=hash_weights(model))
+
+
+def prompts(*lists):
+    return [{"tokens": list(ids), "text": None} for ids in lists]
+
+
+def llama(**overrides):
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, vocab_size=64)
+    config = transformers.LlamaConfig(
+        **sizes, num_attention_heads=4, num_key_value_heads=2, **overrides
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def gpt2():
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=64)
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
+def test_ops_in_graph_order_with_their_modules_and_values():
+    model, x = decoder(), tokens()
+    outputs = {}
+    for path in ("blocks.0.attention.query", "blocks.1.feed_forward_norm", "blocks.1"):
+        module = model.get_submodule(path)
+        module.register_forward_hook(lambda m, i, out, path=path: outputs.update({path: out}))
+    with torch.no_grad():
+        logits, _ = model(x)
+    found = record(model, x, tensors=True)
+    [step] = found.cases[0].steps
+    keys = step.keys()
+    assert keys[0] == ("embedding", "aten.embedding", "F32")
+    # 7 products a block and the head; views are none
+    assert sum(key.op == "aten.mm" for key in keys) == 2 * 7 + 1
+    assert not {"aten.view", "aten.t", "aten.transpose", "aten.slice"} & {key.op for key in keys}
+    paths = [key.path for key in keys]
+    assert paths.index("blocks.0.attention.query") < paths.index("blocks.0.attention")
+    assert paths[-1] == "head"
+    for path, expected in outputs.items():
+        kind = "blocks" if path == "blocks.1" else "ops"
+        index = [i for i, key in enumerate(step.keys(kind)) if key.path == path][-1]
+        if kind == "ops":
+            np.testing.assert_array_equal(step.value(index)[0].ravel(), expected.detach().ravel())
+        else:
+            np.testing.assert_array_equal(step.rows(index)[0], expected[0].detach())
+    np.testing.assert_array_equal(step.logits()[0], logits[0])
+    assert step.tokens == logits[0].argmax(-1).tolist()
+    top = logits[0].sort(dim=-1, descending=True)
+    assert step.info["top_ids"] == top.indices[:, :8].tolist()
+    margins = (top.values[:, 0].double() - top.values[:, 1].double()).tolist()
+    assert step.info["margin"] == margins
+
+
+def test_mode_and_weights_are_left_as_they_were():
+    model = decoder().train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+    record(model, tokens())
+    assert model.training and "forward" not in vars(model)
+    assert hooks == [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+class InPlace(nn.Module):
+    """Writes into its own results, into fresh memory, and makes several at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, input_ids):
+        x = torch.empty(*input_ids.shape, 8)
+        x.copy_(input_ids.unsqueeze(-1) * self.weight)
+        x.add_(1)
+        values, _ = x.sort(dim=-1)
+        return values
+
+
+def test_in_place_ops_are_recorded_and_fresh_memory_is_not():
+    found = record(InPlace(), tokens(length=3), tensors=True)
+    [step] = found.cases[0].steps
+    ops = [key.op for key in step.keys()]
+    assert ops == ["aten.mul", "aten.copy", "aten.add", "aten.sort", "aten.sort.1"]
+    x = tokens(length=3).float().unsqueeze(-1).expand(1, 3, 8)
+    for index, expected in ((1, x), (2, x + 1)):  # as it was then, not as it became
+        np.testing.assert_array_equal(step.value(index)[0], expected)
+
+
+def test_the_record_of_a_row_does_not_depend_on_the_batch(tmp_path):
+    """The rows of this model cannot feel each other; its record must say the same."""
+    model, lists = Rowwise(), [[1, 2, 3], [4, 5, 6, 7, 8], [9], [10, 11, 12]]
+    alone = record_prompts(subject(model), prompts(*lists), Settings(num_tokens=3))
+    for settings in (
+        Settings(num_tokens=3, batch_size=2),
+        Settings(num_tokens=3, batch_size=4),
+        Settings(num_tokens=3, batch_size=3, pad_to=11),  # the last batch is filled up
+    ):
+        together = record_prompts(subject(model), prompts(*lists), settings)
+        found = compare(alone, together)
+        assert found.exit_code == 0 and found.first_divergence is None, settings
+        assert not found.unmatched and found.num_matched > 100
+        assert {change.name for change in found.changes} <= {"run.batch_size", "run.pad_to"}
+
+
+def test_a_model_that_mixes_its_rows_is_caught():
+    class Mixing(Rowwise):
+        def forward(self, input_ids):
+            x = super().forward(input_ids)
+            return x + 1e-3 * x.mean(dim=0, keepdim=True)
+
+    lists = [[1, 2, 3], [4, 5, 6]]
+    alone = record_prompts(subject(Mixing()), prompts(*lists), Settings(num_tokens=1))
+    both = record_prompts(subject(Mixing()), prompts(*lists), Settings(num_tokens=1, batch_size=2))
+    found = compare(alone, both)
+    assert found.exit_code in (1, 2) and found.first_divergence.op != "logits"
+    assert found.first_divergence.module_path == ""
+
+
+def test_padding_is_cut_off_scores_too():
+    model = decoder()
+    plain = record_prompts(subject(model), prompts([1, 2, 3, 4]), Settings(num_tokens=2))
+    padded = record_prompts(subject(model), prompts([1, 2, 3, 4]), Settings(num_tokens=2, pad_to=7))
+    found = compare(plain, padded)
+    assert not found.unmatched
+    shapes = [
+        [tuple(row[row >= 0]) for row in r.cases[0].steps[0].columns().shape]
+        for r in (plain, padded)
+    ]
+    assert shapes[0] == shapes[1]
+    assert found.max_shift < 1e-6 and found.exit_code in (0, 1)
+
+
+@pytest.mark.parametrize("make", [decoder, llama, gpt2], ids=lambda make: make.__name__)
+def test_the_graph_of_aot_eager_matches_the_dispatch_trace(make):
+    """Both run the same aten ops; what only one has is listed, and no bit may differ."""
+    model, x = make(), tokens(length=11)
+    eager, graph = record(model, x), record(model, x, mode="aot_eager")
+    found = compare(eager, graph)
+    assert found.exit_code == 0 and found.first_divergence is None
+    assert found.num_matched >= 40
+    assert graph.contents["observer_effect"] == {"differs": False, "max_abs": 0.0}
+    if make is decoder:
+        assert not found.unmatched
+    paths = {
+        key.path for key in graph.cases[0].steps[0].keys() if key.op in ("aten.mm", "aten.addmm")
+    }
+    assert paths == {
+        p.rpartition(".")[0]
+        for p, _ in model.named_parameters()
+        if "norm" not in p
+        and "ln_" not in p
+        and "embed" not in p
+        and "wte" not in p
+        and "wpe" not in p
+    } | ({"lm_head"} if make is gpt2 else set())
+
+
+def test_inductor_keeps_block_outputs_and_the_logits_of_the_unobserved_run():
+    model, x = decoder(), tokens(length=11)
+    eager, fused = record(model, x), record(model, x, mode="inductor")
+    [step] = fused.cases[0].steps
+    assert step.keys() == () and [k.path for k in step.keys("blocks")] == ["blocks.0", "blocks.1"]
+    with torch.no_grad():
+        expected, _ = torch.compile(model, dynamic=False)(x)
+    np.testing.assert_array_equal(step.logits()[0], expected[0])
+    found = compare(eager, fused)
+    assert found.exit_code in (0, 1, 2) and found.max_shift < 1e-5
+    assert {item.record for item in found.unmatched} == {"a"}
+    if found.first_divergence:
+        assert found.first_divergence.op in ("output", "logits")
+
+
+def test_an_observer_effect_is_said():
+    """A backend that gives other numbers when block outputs are asked for."""
+    from xtrain.drift.observe import Runner
+
+    runner = Runner(decoder(), "aot_eager")
+    assert runner.observer_effect == {"differs": False, "max_abs": 0.0}
+    runner._note_effect(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.25]))
+    runner._note_effect(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.125]))
+    assert runner.observer_effect == {"differs": True, "max_abs": 0.25}
+
+
+def test_a_graph_break_is_one_line():
+    class Breaking(Rowwise):
+        def forward(self, input_ids):
+            torch._dynamo.graph_break()
+            return super().forward(input_ids)
+
+    with pytest.raises(DriftError, match="does not compile as one graph .* --mode eager"):
+        record(Breaking(), tokens(), mode="aot_eager")
+
+
+def test_greedy_is_the_models_own_generate():
+    """Without a cache and with it, the tokens of a small model are those of generate()."""
+    for model in (llama(), gpt2()):
+        lists = prompts([1, 2, 3], [7, 8, 9], [5])
+        ids = torch.tensor([[1, 2, 3]])
+        expected = model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None)
+        own = record_prompts(subject(model, 64), lists, Settings(num_tokens=6))
+        theirs = record_prompts(
+            subject(model, 64), lists, Settings(num_tokens=6, decode="generate", batch_size=2)
+        )
+        for found in (own, theirs):
+            assert [step.tokens[0] for step in found.cases[0].steps] == expected[0, 3:].tolist()
+        result = compare(own, theirs)
+        assert result.exit_code in (0, 1) and result.max_shift < 1e-5
+        assert len(result.positions) == 18
+        assert [p.position for p in result.positions[:6]] == [2, 3, 4, 5, 6, 7]
+
+
+def test_sampling_is_drawn_by_its_seed_alone():
+    model = Rowwise()
+    settings = Settings(num_tokens=12, decode="sample", sample_seed=3)
+    torch.manual_seed(1)
+    first = record_prompts(subject(model), prompts([1], [1]), settings)
+    torch.manual_seed(2)
+    again = record_prompts(subject(model), prompts([1], [1]), settings)
+    texts = [[s.tokens[0] for s in case.steps] for case in (*first.cases, *again.cases)]
+    assert texts[:2] == texts[2:] and texts[0] != texts[1]  # a prompt's own draws
+    other = Settings(num_tokens=12, decode="sample", sample_seed=4)
+    assert compare(first, record_prompts(subject(model), prompts([1], [1]), other)).exit_code == 4
+
+
+def test_sampled_tokens_have_the_frequencies_of_softmax():
+    class Fixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(torch.tensor([0.0, 1.0, 2.0]))
+
+        def forward(self, input_ids):
+            return self.table.expand(*input_ids.shape, 3)
+
+    settings = Settings(num_tokens=40, decode="sample", temperature=2.0, op_steps=0)
+    found = record_prompts(subject(Fixed(), 3), prompts(*[[0]] * 40), settings)
+    drawn = np.array([step.tokens[0] for step in found.steps()])
+    expected = np.exp([0, 0.5, 1]) / np.exp([0, 0.5, 1]).sum()
+    rate = np.bincount(drawn, minlength=3) / drawn.size
+    assert (np.abs(rate - expected) <= 5 * np.sqrt(expected * (1 - expected) / drawn.size)).all()
+
+
+def test_bf16_is_kept_as_it_is():
+    model = decoder().bfloat16()
+    found = record(model, tokens(), tensors=True)
+    [step] = found.cases[0].steps
+    bits, dtype = step.logits()
+    assert dtype == "BF16"
+    with torch.no_grad():
+        logits, _ = model(tokens())
+    np.testing.assert_array_equal(to_float64(bits, dtype), logits[0].double())
+
+
+def test_buffers_that_the_model_computes_are_results_not_weights():
+    model = llama()
+    assert [name for name, _ in derived_buffers(model)][:1] == ["model.rotary_emb.inv_freq"]
+    plain = record(model, tokens())
+    model.model.rotary_emb.inv_freq[3] *= 1 + 2.0**-20
+    found = compare(plain, record(model, tokens()))
+    assert found.reason is None  # no other weights: the environment computed it
+    assert tuple(found.first_divergence) == ("model.rotary_emb", "buffer.inv_freq")
+
+
+def test_inputs_of_other_forms_and_models_without_logits():
+    x = tokens(batch=2)
+    model = llama()
+    named = {"input_ids": x, "attention_mask": torch.ones_like(x)}
+    assert compare(record(model, x), record(model, x.tolist())).exit_code == 0
+    assert record(model, named).cases[1].prompt["tokens"] == x[1].tolist()
+    with pytest.raises(DriftError, match=r"token ids \[B, T\]"):
+        record(model, [1, 2])
+    for output in ({"hidden": x}, x.float(), (None,)):
+        model = Rowwise()
+        model.forward = lambda input_ids, output=output: output
+        with pytest.raises(DriftError, match=r"the model returns no logits \[B, T, V\] but"):
+            record(model, x)
+
+
+SCRIPT = """
+import sys; sys.path[:0] = [{here!r}]
+import numpy as np, torch
+torch.set_num_threads(1)
+if {busy}:  # unrelated work: other draws, other memory, another model before
+    torch.randn(3000, 30).softmax(-1).sum(); np.random.rand(10)
+    [torch.full((1 << k,), float("nan")) for k in range(16)]
+from drift_models import decoder, tokens
+from xtrain.drift import record
+record(decoder(), tokens(batch=2), out={out!r})
+"""
+
+
+def test_two_processes_write_the_same_bytes(tmp_path):
+    folders = [tmp_path / "a.drift", tmp_path / "b.drift"]
+    for busy, out in enumerate(folders):
+        code = SCRIPT.format(here=str(Path(__file__).parent), busy=bool(busy), out=str(out))
+        subprocess.run([sys.executable, "-c", code], check=True)
+    names = sorted(path.name for path in folders[0].iterdir())
+    assert names == sorted(path.name for path in folders[1].iterdir()) and "manifest.json" in names
+    for name in names:
+        assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes(), name
+    assert compare(*folders).exit_code == 0
+
+
+def test_a_record_is_complete_or_absent(tmp_path):
+    class Failing(Rowwise):
+        def forward(self, input_ids):
+            super().forward(input_ids)
+            raise RuntimeError("in the middle")
+
+    out = tmp_path / "x.drift"
+    with pytest.raises(RuntimeError, match="in the middle"):
+        record(Failing(), tokens(), out=out)
+    assert list(tmp_path.iterdir()) == []
+    record(Rowwise(), tokens(), out=out)
+    with pytest.raises(DriftError, match="exists; choose another name"):
+        record(Rowwise(), tokens(), out=out)
+    record(Rowwise(), tokens(length=3), out=out, overwrite=True)
+    assert len(Record(out).cases[0].prompt["tokens"]) == 3
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(DriftError, match="it is no record and stays"):
+        record(Rowwise(), tokens(), out=tmp_path / "mine", overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "x.drift"]

@@ -1,0 +1,163 @@
+"""`python -m xtrain.drift`: parsing, exit codes, the record and compare commands. No torch here."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from xtrain.command_line import INTERRUPTED, Parser, limit_spinning
+from xtrain.drift.errors import DriftError
+
+BAD_INPUT, INTERNAL = 5, 70
+EXAMPLES = """\
+examples:
+  python -m xtrain.drift record --out A.drift small                 here and now
+  python -m xtrain.drift record --out B.drift small                 there, or after the upgrade
+  python -m xtrain.drift compare A.drift B.drift --html drift.html
+  python -m xtrain.drift bisect small --factor threads=1,2 --factor compile=off,on
+  python -m xtrain.drift ops --setting ATEN_CPU_CAPABILITY=default,avx2
+
+exit codes of compare: 0 identical, 1 the numbers differ and no token can flip, 2 a token can flip,
+3 tokens differ, 4 not comparable, 5 bad input or usage, 70 an internal error
+"""
+
+
+class DriftParser(Parser):
+    """The house's parser with this command's exit code for wrong usage."""
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """End; what argparse calls 2 is 5 here, where 2 means that a token can flip."""
+        super().exit(BAD_INPUT if status == 2 else status, message)
+        raise AssertionError
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the command line with its four commands."""
+    parser = DriftParser(
+        prog="python -m xtrain.drift",
+        description="Where do two environments start to differ, how much, and can a token flip?",
+        epilog=EXAMPLES,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_record(commands.add_parser("record", help="run a model and keep a fingerprint of it all"))
+    _add_compare(commands.add_parser("compare", help="compare two records"))
+    return parser
+
+
+def add_model_flags(add: Callable[..., Any]) -> None:
+    """Add what record and bisect share: which model, which prompts, how it is run."""
+    add("model", metavar="MODEL", help="a run, a preset (its weights drawn by --seed), a HF folder")
+    add("--seed", type=int, default=0, help="of a preset's weights and drawn prompts [0]")
+    add("--runs", default="runs", metavar="DIR", help="where runs lie [runs]")
+    add("--prompts", metavar="FILE", help="a prompt a line, or .json lists of ids [built in]")
+    add("--num-prompts", type=int, default=8, help="drawn where there is no tokenizer [8]")
+    add("--prompt-length", type=int, default=16, help="of drawn prompts, in tokens [16]")
+    add("--tokens", type=int, default=16, help="chosen per prompt; 0: one forward [16]")
+    add("--decode", default="greedy", help="greedy, generate (the model's own) or sample [greedy]")
+    add("--temperature", type=float, default=1.0, help="of --decode sample [1]")
+    add("--sample-seed", type=int, default=0, help="of --decode sample [0]")
+    add("--mode", default="eager", help="eager, aot_eager or inductor [eager]")
+    add("--dtype", default="auto", help="auto (as saved), fp32, bf16 or fp16 [auto]")
+    add("--device", default="cpu", help="cpu, cuda or cuda:N [cpu]")
+    add("--batch", type=int, default=1, help="prompts of a forward [1]")
+    add("--pad-to", type=int, metavar="T", help="pad every forward to T tokens [none]")
+    add("--threads", type=int, help="of torch, within an op [torch's own choice]")
+    add("--warm-up", type=int, default=1, help="forwards before the first recorded one [1]")
+    add("--op-steps", type=int, help="steps of a prompt whose ops are recorded [all]")
+    add("--top-k", type=int, default=8, help="logits in the readable part [8]")
+    add("--tensors", action="store_true", help="keep whole tensors: exact sizes, large files")
+
+
+def _add_record(parser: argparse.ArgumentParser) -> None:
+    add_model_flags(parser.add_argument)
+    parser.add_argument("--out", required=True, metavar="DIR", help="the record's folder")
+    parser.add_argument("--overwrite", action="store_true", help="replace a record of that name")
+    parser.set_defaults(run=run_record)
+
+
+def _add_compare(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("a", metavar="A", help="a record")
+    parser.add_argument("b", metavar="B", help="another")
+    add_output_flags(parser.add_argument)
+    parser.set_defaults(run=run_compare)
+
+
+def add_output_flags(add: Callable[..., Any]) -> None:
+    """Add where results go beside the terminal."""
+    add("--json", metavar="FILE", help="write everything; -: to stdout, instead of the tables")
+    add("--html", metavar="FILE", help="write one self-contained page with plots")
+
+
+def run_record(args: argparse.Namespace) -> int:
+    """Record a model; exit code 0."""
+    from xtrain.drift.record_folder import check_free
+
+    check_free(Path(args.out), overwrite=args.overwrite)  # before a model is loaded
+    limit_spinning()
+    from xtrain.drift.from_flags import record_from_flags
+
+    record = record_from_flags(args)
+    steps = sum(len(case.steps) for case in record.cases)
+    size = sum(file["bytes"] for file in record.files.values()) / 2**20
+    print(f"{args.out}: {len(record.cases)} prompts, {steps} forwards, {size:.1f} MiB")
+    effect = record.contents["observer_effect"]
+    if effect and effect["differs"]:
+        print(
+            f"observer effect: observed logits differ from the model's by {effect['max_abs']:.3g}"
+        )
+    return 0
+
+
+def run_compare(args: argparse.Namespace) -> int:
+    """Compare two records; the exit code is the verdict."""
+    from xtrain.drift.comparison import compare
+    from xtrain.drift.report import as_json, as_text
+
+    comparison = compare(args.a, args.b)
+    if args.html:
+        from xtrain.drift.page import page
+
+        write_text(args.html, page(comparison))
+    if args.json:
+        text = json.dumps(as_json(comparison), indent=1, allow_nan=False) + "\n"
+        if args.json == "-":
+            sys.stdout.write(text)
+            return comparison.exit_code
+        write_text(args.json, text)
+    sys.stdout.write(as_text(comparison))
+    return comparison.exit_code
+
+
+def write_text(path: str, text: str) -> None:
+    """Write a report. Raises: DriftError where that is impossible."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise DriftError(f"cannot write {path}: {error.strerror}") from None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code.
+
+    1, 2 and 3 are verdicts, so that no failure may end with Python's own 1.
+    """
+    try:
+        args = build_parser().parse_args(arguments)
+        code: int = args.run(args)
+        sys.stdout.flush()
+        return code
+    except DriftError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:
+        traceback.print_exc()
+        print(f"internal error: {type(error).__name__}: {error}", file=sys.stderr)
+        return INTERNAL

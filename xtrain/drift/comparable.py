@@ -1,0 +1,109 @@
+"""May two records be compared at all, and what differs in how they were made."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from xtrain.drift.record_folder import Record
+from xtrain.drift.values import FLOATS, coarser_dtype, narrow
+
+# Where the record lies, or what it keeps, changes no number.
+NOT_SETTINGS = ("tensors", "top_k", "op_steps", "num_tokens", "warm_up")
+
+
+class Change(NamedTuple):
+    """A setting that has two values; None where a record lacks it."""
+
+    name: str
+    a: Any
+    b: Any
+
+
+def changes(a: Record, b: Record) -> list[Change]:
+    """Return what differs: environment first, then how the model was run, as "run.NAME"."""
+    run_a, run_b = (
+        {f"run.{k}": v for k, v in record.run.items() if k not in NOT_SETTINGS} for record in (a, b)
+    )
+    found = []
+    for left, right in ((a.environment, b.environment), (run_a, run_b)):
+        for name in [*left, *(name for name in right if name not in left)]:
+            x, y = left.get(name), right.get(name)
+            if x != y:
+                if isinstance(x, list) and isinstance(y, list):  # of long lists, what differs
+                    x, y = [v for v in x if v not in y], [v for v in y if v not in x]
+                found.append(Change(name, x, y))
+    return found
+
+
+def why_not_comparable(a: Record, b: Record) -> tuple[str | None, bool]:
+    """Return (the reason or None, whether op by op comparison makes sense all the same).
+
+    Other weights in the same places still tell which op reads them first: a comparison is made,
+    though its verdict is "not comparable".
+    """
+    reason = _inputs(a, b) or _structure(a, b)
+    return (reason, False) if reason else (_weights(a, b), True)
+
+
+def _inputs(a: Record, b: Record) -> str | None:
+    prompts_a, prompts_b = a.contents["prompts"], b.contents["prompts"]
+    if len(prompts_a) != len(prompts_b):
+        return f"other prompts: A has {len(prompts_a)}, B has {len(prompts_b)}"
+    for number, (x, y) in enumerate(zip(prompts_a, prompts_b, strict=True)):
+        if x["tokens"] != y["tokens"]:
+            return f"other prompts: the tokens of prompt {number} differ"
+    forward_a, forward_b = a.run["decode"] is None, b.run["decode"] is None
+    if forward_a != forward_b:
+        return "one record is a single forward, the other decodes"
+    if not forward_a and a.run["num_tokens"] != b.run["num_tokens"]:
+        return f"other lengths: A has {a.run['num_tokens']} tokens, B has {b.run['num_tokens']}"
+    for name in ("sample_seed", "temperature"):
+        sampled = "sample" in (a.run["decode"], b.run["decode"])
+        if sampled and a.run[name] != b.run[name]:
+            return f"tokens drawn otherwise: {name} {a.run[name]} and {b.run[name]}"
+    return None
+
+
+def _structure(a: Record, b: Record) -> str | None:
+    weights_a, weights_b = _by_name(a), _by_name(b)
+    for name in [*weights_a, *weights_b]:
+        if name not in weights_a or name not in weights_b:
+            lacking = "A" if name not in weights_a else "B"
+            return f"other models: {lacking} has no weight {name}"
+        x, y = weights_a[name]["shape"], weights_b[name]["shape"]
+        if x != y:
+            return f"other models: {name} is {x} in A and {y} in B"
+    for x, y in zip(_logit_sizes(a), _logit_sizes(b), strict=True):
+        if x != y:
+            return f"other models: {x} logits in A and {y} in B"
+    return None
+
+
+def _logit_sizes(record: Record) -> list[int]:
+    return [case.steps[0].logits()[0].shape[-1] for case in record.cases if case.steps]
+
+
+def _weights(a: Record, b: Record) -> str | None:
+    weights_a, weights_b = _by_name(a), _by_name(b)
+    different = [name for name in weights_a if not _same(weights_a[name], weights_b[name])]
+    if not different:
+        return None
+    more = f" and {len(different) - 1} more" if len(different) > 1 else ""
+    return f"other weights: {different[0]}{more}"
+
+
+def _same(x: dict[str, Any], y: dict[str, Any]) -> bool:
+    """Return whether two weights hold the same numbers, those of the wider dtype rounded."""
+    if x["dtype"] == y["dtype"]:
+        return x["xxh3_128"] == y["xxh3_128"]
+    if x["dtype"] not in FLOATS or y["dtype"] not in FLOATS:
+        return False
+    coarse = coarser_dtype(x["dtype"], y["dtype"])
+    left, right = (narrow(np.array(w["samples"], np.float64), coarse) for w in (x, y))
+    return bool(np.array_equal(left, right, equal_nan=True))
+
+
+def _by_name(record: Record) -> dict[str, dict[str, Any]]:
+    return {weight["name"]: weight for weight in record.model["weights"]}

@@ -1,0 +1,138 @@
+"""Can a shift of the logits change the greedy token? The pairwise rule, in fp64.
+
+Per position, with i the lowest argmax of a and d = b - a:
+
+    margin    a_i - max over j != i of a_j
+    shift     max over j != i of |d_j - d_i|
+    can_flip  some j != i has |d_j - d_i| >= a_i - a_j
+    flipped   argmax b != i
+
+A shift that moved one pair this far may move it back next time or the other way, so its size is
+what counts, not its direction. A constant added to all logits has d_j = d_i and flips nothing;
+a tie (a_i = a_j) can flip without any shift; a margin above 2 * max |d| survives everything.
+
+NumPy alone: the same code serves live tensors and records that are read without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+CHUNK_ELEMENTS = 1 << 22  # of one fp64 temporary: 32 MiB
+
+
+@dataclass(frozen=True)
+class PositionVerdict:
+    """One position: see the module's formulas."""
+
+    token: int  # i, what a chooses
+    token_b: int  # what b chooses
+    runner_up: int  # the j of the margin; -1 when V = 1
+    margin: float
+    shift: float
+    can_flip: bool
+    flipped: bool
+
+
+@dataclass(frozen=True, eq=False)
+class FlipVerdict:
+    """All positions: one array per field of PositionVerdict; an int indexes a position."""
+
+    token: NDArray[np.int64]
+    token_b: NDArray[np.int64]
+    runner_up: NDArray[np.int64]
+    margin: NDArray[np.float64]
+    shift: NDArray[np.float64]
+    can_flip: NDArray[np.bool_]
+    flipped: NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.token)
+
+    def __getitem__(self, position: int) -> PositionVerdict:
+        return PositionVerdict(
+            int(self.token[position]),
+            int(self.token_b[position]),
+            int(self.runner_up[position]),
+            float(self.margin[position]),
+            float(self.shift[position]),
+            bool(self.can_flip[position]),
+            bool(self.flipped[position]),
+        )
+
+    def __iter__(self) -> Iterator[PositionVerdict]:
+        return (self[position] for position in range(len(self)))
+
+
+def flip_verdict(logits_a: Any, logits_b: Any) -> FlipVerdict:
+    """Return per position whether the step from logits_a to logits_b can change the argmax.
+
+    Shapes:   both [positions, V]; torch tensors of any dtype and device, or NumPy arrays.
+    Numerics: fp64. NaN counts as the largest value, as in torch's and NumPy's argmax; NaN or an
+              infinity in the same place of both is no shift, in one alone it is an infinite one.
+    Raises:   ValueError for shapes that differ, are not [positions, V], or have V = 0.
+    """
+    a, b = as_float64(logits_a), as_float64(logits_b)
+    if a.shape != b.shape or a.ndim != 2 or a.shape[1] == 0:
+        raise ValueError(
+            f"logits must be two [positions, V] of one shape, got {a.shape}, {b.shape}"
+        )
+    rows = max(1, CHUNK_ELEMENTS // a.shape[1])
+    pieces = [_verdict(a[i : i + rows], b[i : i + rows]) for i in range(0, len(a), rows)]
+    if not pieces:
+        pieces = [_verdict(a, b)]
+    return FlipVerdict(*(np.concatenate(column) for column in zip(*pieces, strict=True)))
+
+
+def as_float64(values: Any) -> NDArray[np.float64]:
+    """Return a torch tensor or an array as fp64; bf16 needs torch's own cast."""
+    if hasattr(values, "detach"):
+        values = values.detach().cpu().double().numpy()
+    return np.asarray(values, dtype=np.float64)
+
+
+def _verdict(a: NDArray[np.float64], b: NDArray[np.float64]) -> tuple[NDArray[Any], ...]:
+    token, token_b = a.argmax(axis=1), b.argmax(axis=1)
+    # np.asarray of a matrix minus a column: pairs (i, j) of each position, j along the columns
+    gap = _difference(_column(a, token), a, equal_infinities=0.0)
+    moved = _difference(b, a, equal_infinities=0.0)
+    # both of a pair became infinite: nothing is known of their order any more
+    shift = np.abs(_difference(moved, _column(moved, token), equal_infinities=np.inf))
+    np.put_along_axis(gap, token[:, None], np.inf, axis=1)  # i with itself is no pair
+    np.put_along_axis(shift, token[:, None], 0.0, axis=1)
+    flipped = token != token_b
+    return (
+        token,
+        token_b,
+        gap.argmin(axis=1) if a.shape[1] > 1 else np.full(len(a), -1),
+        gap.min(axis=1, initial=np.inf),
+        shift.max(axis=1, initial=0.0),
+        # a flip that happened could happen, whatever the last rounding of the differences says
+        (shift >= gap).any(axis=1) | flipped,
+        flipped,
+    )
+
+
+def _column(values: NDArray[np.float64], index: NDArray[np.int64]) -> NDArray[np.float64]:
+    return np.take_along_axis(values, index[:, None], axis=1)
+
+
+def _difference(
+    x: NDArray[np.float64], y: NDArray[np.float64], *, equal_infinities: float
+) -> NDArray[np.float64]:
+    """Return x - y; NaN is larger than all and equals itself, infinities that cancel are given."""
+    with np.errstate(invalid="ignore"):
+        result = np.asarray(x - y)
+    strange = np.isnan(result)
+    if strange.any():
+        x_nan, y_nan = np.broadcast_arrays(np.isnan(x), np.isnan(y))
+        values = np.where(x_nan, np.inf, -np.inf)
+        values[x_nan & y_nan] = 0.0
+        values[~x_nan & ~y_nan] = equal_infinities
+        result[strange] = values[strange]
+    return result

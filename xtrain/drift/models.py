@@ -1,0 +1,280 @@
+"""MODEL on the command line: an xtrain run, a preset with a seed, or a Hugging Face folder.
+
+A preset's weights are drawn by NumPy's raw bit stream in integers: torch.randn itself changes with
+the instruction set, and two records must start from equal bits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from xtrain.drift.collect import to_bits
+from xtrain.drift.errors import DriftError
+from xtrain.drift.values import hash_bits, samples_of
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass
+class Subject:
+    """A model to record, with what its prompts need."""
+
+    model: nn.Module
+    description: dict[str, Any]  # how to get it again
+    vocab_size: int  # ids that a tokenizer knows; the head may have more rows
+    max_length: int | None  # the longest sequence, None: unknown
+    encode: Callable[[str], list[int]] | None = None
+    decode: Callable[[Sequence[int]], str] | None = None
+    weights: list[dict[str, Any]] = field(default_factory=list)  # before any cast
+
+
+def load(name: str, *, seed: int, runs: str, dtype: str, device: str) -> Subject:
+    """Return the model that `name` means, its weights hashed, then on its device in its dtype.
+
+    Raises: DriftError when it is none of the three, or cannot be read.
+    """
+    from xtrain.config import PRESETS
+
+    if name in PRESETS:
+        subject = _preset(name, seed)
+    elif (Path(name) / "config.json").is_file():
+        subject = _hugging_face(Path(name))
+    else:
+        subject = _run(name, runs)
+    subject.weights = hash_weights(subject.model)
+    subject.model.to(device=device, dtype=DTYPES.get(dtype)).eval()
+    return subject
+
+
+def _preset(name: str, seed: int) -> Subject:
+    from xtrain.data import load_tokenizer
+    from xtrain.model import Config, Transformer
+
+    config = Config.preset(name)
+    with torch.device("meta"):
+        model = Transformer(config)
+    model.to_empty(device="cpu")
+    draw_weights(model, seed)
+    description = {"kind": "preset", "name": name, "seed": seed}
+    subject = Subject(model, description, config.vocab_size, config.max_seq_len)
+    if name == "small":  # whose vocabulary is that of bytes
+        tokenizer = load_tokenizer("byte")
+        subject.encode, subject.decode = tokenizer.encode, tokenizer.decode
+    return subject
+
+
+@torch.no_grad()
+def draw_weights(model: nn.Module, seed: int) -> None:
+    """Give matrices numbers of mean 0 and deviation 0.02, vectors ones; the same bits everywhere.
+
+    A number is the sum of the four 16-bit parts of one raw 64-bit draw: near enough to a normal
+    one, and made of integers alone until the last, exact, multiplication.
+    """
+    stream = np.random.PCG64(seed)
+    scale = np.float32(0.02 / np.sqrt(4 / 12) / 65536)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.fill_(1.0)
+            continue
+        values = torch.empty(parameter.numel())
+        for start in range(0, parameter.numel(), 1 << 20):
+            count = min(1 << 20, parameter.numel() - start)
+            parts = stream.random_raw(count).view(np.uint16).reshape(-1, 4)
+            total = parts.astype(np.int32).sum(axis=1) - 2 * 65535
+            values[start : start + count] = torch.from_numpy(total.astype(np.float32) * scale)
+        parameter.copy_(values.view_as(parameter))
+
+
+def _run(name: str, runs: str) -> Subject:
+    from xtrain.checkpoint import CheckpointError
+    from xtrain.config import PRESETS, ConfigError
+    from xtrain.generate import load_run
+    from xtrain.training.run_folder import find
+
+    try:
+        run = find(Path(runs), name)
+    except ConfigError:
+        raise DriftError(
+            f"{name!r} is no preset ({', '.join(PRESETS)}), no run in {runs} or run's folder, and "
+            "no folder with a Hugging Face config.json"
+        ) from None
+    try:
+        model, tokenizer, step = load_run(run, "cpu")
+    except (ConfigError, CheckpointError, ValueError, KeyError, OSError) as error:
+        raise DriftError(f"cannot read the run {name}: {' '.join(str(error).split())}") from None
+    description = {"kind": "run", "name": run.name, "step": step}
+    length: Any = model.config.max_seq_len  # type: ignore[union-attr]
+    encode = tokenizer.encode if not tokenizer.name.startswith("ids:") else None
+    return Subject(model, description, tokenizer.vocab_size, length, encode, tokenizer.decode)
+
+
+def _hugging_face(folder: Path) -> Subject:
+    try:
+        import transformers
+    except ImportError:
+        raise DriftError(f"{folder} needs the package transformers; install it") from None
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, local_files_only=True, dtype="auto"
+        )
+    except Exception as error:  # whatever the library finds wrong with the folder
+        reason = " ".join(str(error).split())[:300]
+        raise DriftError(f"cannot load {folder} as a causal language model: {reason}") from None
+    config = model.config.get_text_config()
+    description = {"kind": "hugging_face", "name": folder.name, "class": type(model).__name__}
+    length = getattr(config, "max_position_embeddings", None)
+    subject = Subject(model, description, config.vocab_size, length)
+    if (folder / "tokenizer.json").is_file():
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        subject.encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
+        subject.decode = lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)
+    return subject
+
+
+def hash_weights(model: nn.Module) -> list[dict[str, Any]]:
+    """Return name, shape, dtype, hash and samples of every parameter and buffer, tied ones once.
+
+    Buffers that a checkpoint does not hold are computed by the environment: those are results, and
+    recorded as such.
+    """
+    found = []
+    for name, tensor in (*model.named_parameters(), *_buffers(model, persistent=True)):
+        bits, dtype = to_bits(tensor)
+        mark = fingerprint_of_weight(bits, dtype)
+        found.append({"name": name, "shape": list(tensor.shape), "dtype": dtype, **mark})
+    return found
+
+
+def fingerprint_of_weight(bits: Any, dtype: str) -> dict[str, Any]:
+    """Return the hash, and samples that tell whether another dtype holds the same numbers."""
+    return {
+        "xxh3_128": hash_bits(bits).hex(),
+        "samples": [json_number(value) for value in samples_of(bits.reshape(-1), dtype)],
+    }
+
+
+def json_number(value: float) -> float | str | None:
+    """Return what JSON holds: text for what is not finite."""
+    return float(value) if np.isfinite(value) else str(float(value))
+
+
+def derived_buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Return the buffers that the model computes for itself, such as tables of frequencies."""
+    return _buffers(model, persistent=False)
+
+
+def _buffers(model: nn.Module, *, persistent: bool) -> list[tuple[str, torch.Tensor]]:
+    saved = {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        for name in module._buffers
+        if name not in module._non_persistent_buffers_set
+    }
+    return [
+        (name, buffer) for name, buffer in model.named_buffers() if (name in saved) is persistent
+    ]
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Return how many numbers the parameters hold."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def weight_sizes(model: nn.Module) -> frozenset[int]:
+    """Return every size that a dimension of a parameter has."""
+    return frozenset(size for parameter in model.parameters() for size in parameter.shape)
+
+
+# --- Prompts -------------------------------------------------------------------------------------
+
+BUILT_IN = (
+    "The sum of two floating-point numbers depends on",
+    "def mean(values):\n    total = 0.0\n    for value in values:\n",
+    "In the beginning",
+    "1 2 3 4 5 6 7 8 9 10 11 12",
+    "She opened the door, and behind it",
+    "import torch\nimport torch.nn.functional as F\n",
+    "To be, or not to be, that is",
+    "A",
+)
+
+
+def prompts(
+    source: str | None, subject: Subject, *, seed: int, length: int, count: int
+) -> list[dict[str, Any]]:
+    """Return [{"tokens": ids, "text": text or None}].
+
+    source: a .json file of lists of ids; another file, each line a prompt; None: the built-in
+            texts, or where no tokenizer is known, `count` prompts of `length` ids drawn by NumPy.
+    """
+    found: list[dict[str, Any]]
+    if source is not None:
+        found = _from_file(Path(source), subject)
+    elif subject.encode is not None:
+        found = [{"tokens": subject.encode(text), "text": text} for text in BUILT_IN]
+    else:
+        found = [
+            {"tokens": ids, "text": None}
+            for ids in draw_tokens(count, length, subject.vocab_size, seed).tolist()
+        ]
+    for number, prompt in enumerate(found):
+        tokens = prompt["tokens"]
+        if not tokens or not all(type(t) is int and 0 <= t < subject.vocab_size for t in tokens):
+            raise DriftError(
+                f"prompt {number} must be ids below {subject.vocab_size}, at least one, got "
+                f"{str(tokens)[:60]}"
+            )
+    return found
+
+
+def draw_tokens(count: int, length: int, vocab_size: int, seed: int) -> np.ndarray:
+    """Return [count, length] ids below vocab_size, the same everywhere."""
+    raw = np.random.PCG64([seed, 1]).random_raw(count * length)
+    return ((raw >> np.uint64(33)) % np.uint64(vocab_size)).astype(np.int64).reshape(count, length)
+
+
+def _from_file(path: Path, subject: Subject) -> list[dict[str, Any]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DriftError(f"cannot read the prompts {path}: {reason}") from None
+    if path.suffix == ".json":
+        try:
+            lists = json.loads(text)
+            found: list[dict[str, Any]] = [{"tokens": list(ids), "text": None} for ids in lists]
+        except (ValueError, TypeError) as error:
+            raise DriftError(f"{path} must hold a list of lists of ids: {error}") from None
+        if subject.decode is not None:
+            for prompt in found:
+                if all(type(token) is int and token >= 0 for token in prompt["tokens"]):
+                    prompt["text"] = _decoded(subject, prompt["tokens"])
+    else:
+        if subject.encode is None:
+            raise DriftError(
+                f"no tokenizer is known for this model; {path} must be a .json of lists of ids"
+            )
+        lines = [line for line in text.splitlines() if line.strip()]
+        found = [{"tokens": subject.encode(line), "text": line} for line in lines]
+    if not found:
+        raise DriftError(f"{path} holds no prompt")
+    return found
+
+
+def _decoded(subject: Subject, tokens: Sequence[int]) -> str | None:
+    try:
+        return subject.decode(tokens) if subject.decode is not None else None
+    except (ValueError, IndexError, OverflowError):
+        return None  # ids outside the vocabulary: the caller says so

@@ -1,0 +1,290 @@
+"""Runs a model's forward and hands every op's result to a collector.
+
+eager        a dispatch mode sees each aten op; hooks know which module is running
+aot_eager    the graph of torch.compile, run op by op; its nodes name their modules
+inductor     nothing inside can be seen: block outputs become outputs of the graph. That changes the
+             graph, so the model runs a second time as it is; its logits count, and whether the
+             observed run had the same bits is the "observer effect"
+unobserved   logits alone, for a model that is compiled already
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from xtrain import torch_compat
+from xtrain.drift.collect import Collector
+from xtrain.drift.errors import DriftError
+from xtrain.drift.models import derived_buffers
+
+MODES = ("eager", "aot_eager", "inductor", "unobserved")
+
+# Results that hold whatever the memory held before, or a copy of bits that were recorded already.
+SKIPPED = {
+    "aten.empty",
+    "aten.empty_like",
+    "aten.empty_strided",
+    "aten.new_empty",
+    "aten.new_empty_strided",
+    "aten.empty_permuted",
+    "aten._unsafe_view",
+    "aten.lift_fresh",
+    "aten.lift_fresh_copy",
+    "aten._reshape_alias",
+    "aten.clone",
+}
+
+
+class Runner:
+    """Calls a model in one of MODES; `observer_effect` grows with what the re-runs find."""
+
+    def __init__(self, model: nn.Module, mode: str):
+        self.model = model
+        self.mode = mode
+        self.blocks = find_blocks(model)
+        self.derived = derived_buffers(model)
+        self.observer_effect: dict[str, Any] | None = None
+        self._collector: Collector | None = None
+        if mode in ("aot_eager", "inductor"):
+            self.observer_effect = {"differs": False, "max_abs": 0.0}
+            backend: Any = mode
+            if mode == "aot_eager":
+                backend = torch_compat.interpreting_backend(self._graph_result)
+            self._with_blocks = _WithBlocks(model, self.blocks)
+            self._plain = _compile(_Logits(model), mode)
+            self._observed = _compile(self._with_blocks, backend)
+
+    def __call__(
+        self, inputs: Mapping[str, Any], collector: Collector | None, *, ops: bool = True
+    ) -> Tensor:
+        """Return logits [B, T, V]; with collector None the run is not recorded, ops or blocks."""
+        if collector is not None and ops and self.mode in ("eager", "aot_eager"):
+            for name, buffer in self.derived:
+                path, _, own_name = name.rpartition(".")
+                collector.add_op(path, f"buffer.{own_name}", buffer)
+        with torch.no_grad():
+            if self.mode in ("aot_eager", "inductor"):
+                return self._compiled(inputs, collector, ops)
+            if collector is None or self.mode == "unobserved":
+                return logits_of(call(self.model, inputs))
+            with observed(self.model, self.blocks, collector, ops=ops):
+                return logits_of(call(self.model, inputs))
+
+    def _compiled(
+        self, inputs: Mapping[str, Any], collector: Collector | None, ops: bool
+    ) -> Tensor:
+        self._collector = collector if ops else None
+        try:
+            with self._with_blocks.hooks():
+                logits, blocks = self._observed(inputs)
+            plain = self._plain(inputs)
+        except Exception as error:
+            if not torch_compat.is_graph_break(error):
+                raise
+            reason = str(error).strip().splitlines()[0]
+            raise DriftError(
+                f"the model does not compile as one graph ({reason}); record it with --mode eager"
+            ) from error
+        finally:
+            self._collector = None
+        if collector is not None:
+            for path, block in zip(self.blocks, blocks, strict=True):
+                collector.add_block(path, block)
+            self._note_effect(logits, plain)
+        return plain
+
+    def _graph_result(self, path: str, function: Any, result: Any) -> None:
+        if self._collector is not None:
+            record_result(self._collector, path.removeprefix("model").lstrip("."), function, result)
+
+    def _note_effect(self, observed_logits: Tensor, plain: Tensor) -> None:
+        assert self.observer_effect is not None
+        if not torch.equal(observed_logits, plain):
+            delta = (observed_logits.double() - plain.double()).abs().nan_to_num(posinf=torch.inf)
+            worst = max(self.observer_effect["max_abs"], float(delta.max()))
+            if worst > 0:
+                self.observer_effect = {"differs": True, "max_abs": worst}
+
+
+def _compile(module: nn.Module, backend: Any) -> Callable[..., Any]:
+    return torch.compile(module, backend=backend, dynamic=False, fullgraph=True)
+
+
+class _Logits(nn.Module):
+    """The model as it is, reduced to its logits."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: Mapping[str, Any]) -> Tensor:
+        return logits_of(call(self.model, inputs))
+
+
+class _WithBlocks(_Logits):
+    """The model with the outputs of its blocks as outputs of the graph.
+
+    The hooks are there while it runs, and so while it is traced, and gone for everybody else.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module]):
+        super().__init__(model)
+        self.watched = list(blocks.values())
+        self.found: list[Tensor | None] = []
+
+    def _hook(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.found.append(first_tensor(output))
+
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        handles = [module.register_forward_hook(self._hook) for module in self.watched]
+        try:
+            yield
+        finally:
+            self.found.clear()
+            for handle in handles:
+                handle.remove()
+
+    def forward(self, inputs: Mapping[str, Any]) -> Any:
+        logits = logits_of(call(self.model, inputs))
+        return logits, list(self.found)
+
+
+class _Observer(TorchDispatchMode):
+    def __init__(self, collector: Collector):
+        super().__init__()
+        self.collector = collector
+        self.path: list[str] = []  # of the modules that run, the innermost last
+        self.paused = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if not self.paused:
+            record_result(self.collector, self.path[-1] if self.path else "", func, result)
+        return result
+
+    def enter(self, path: str) -> Callable[..., None]:
+        """Return the hook that runs before a module."""
+        return lambda module, args: self.path.append(path)
+
+    def leave(self, path: str, is_block: bool) -> Callable[..., None]:
+        """Return the hook that runs after a module."""
+
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if self.path:
+                self.path.pop()
+            tensor = first_tensor(output) if is_block else None
+            if tensor is not None:
+                self.paused = True  # what the collector computes is none of the model's
+                self.collector.add_block(path, tensor)
+                self.paused = False
+
+        return hook
+
+
+@contextmanager
+def observed(
+    model: nn.Module, blocks: Mapping[str, nn.Module], collector: Collector, *, ops: bool = True
+) -> Iterator[None]:
+    """Record the ops of what runs inside, unless ops is False, and the outputs of blocks."""
+    observer = _Observer(collector)
+    handles = []
+    for path, module in model.named_modules():
+        handles.append(module.register_forward_pre_hook(observer.enter(path)))
+        leave = observer.leave(path, path in blocks)
+        handles.append(module.register_forward_hook(leave, always_call=True))
+    try:
+        with observer if ops else nullcontext():
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def record_result(collector: Collector, path: str, func: Any, result: Any) -> None:
+    """Hand the tensors that an op computed to the collector; views compute nothing."""
+    name = op_name(func)
+    if name in SKIPPED or is_view(func):
+        return
+    results = result if isinstance(result, tuple | list) else (result,)
+    if name.startswith("aten._scaled_dot_product"):
+        results = results[:1]  # the others are for backward, on CUDA random state among them
+    for number, tensor in enumerate(results):
+        if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
+            if not tensor.is_quantized and not tensor.is_meta:
+                collector.add_op(path, f"{name}.{number}" if number else name, tensor)
+
+
+def op_name(func: Any) -> str:
+    """Return "aten.add" for every overload of it, in place or not."""
+    schema = getattr(func, "_schema", None)
+    name = str(schema.name).replace("::", ".") if schema is not None else str(func)
+    return name[:-1] if name.endswith("_") and not name.endswith("__") else name
+
+
+def is_view(func: Any) -> bool:
+    """Return whether an op's results share the memory of its inputs without writing to it."""
+    schema = getattr(func, "_schema", None)
+    if schema is None:
+        return False
+    aliases = [value.alias_info for value in schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)
+
+
+def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the layers, path -> module: the longest of the outermost lists of equal modules."""
+    lists: list[tuple[int, int, str, nn.Module]] = []
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential) and len(module):
+            kinds = {type(child) for child in module}
+            if len(kinds) == 1 and any(True for _ in module[0].children()):
+                lists.append((path.count("."), -len(module), path, module))
+    if not lists:
+        return {name: child for name, child in model.named_children()}
+    _, _, path, module = min(lists, key=lambda item: item[:2])
+    prefix = f"{path}." if path else ""
+    return {f"{prefix}{name}": child for name, child in module.named_children()}
+
+
+def call(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
+    """Call a model with its tokens under the name that it gives them, or as the first argument."""
+    names = _parameters(model)
+    inputs = dict(inputs)
+    if "input_ids" in inputs and "input_ids" not in names:
+        return model(inputs.pop("input_ids"), **inputs)
+    if "use_cache" in names:  # a cache that nobody reads would only cost memory
+        inputs.setdefault("use_cache", False)
+    return model(**inputs)
+
+
+def _parameters(model: nn.Module) -> list[str]:
+    return list(inspect.signature(model.forward).parameters)
+
+
+def logits_of(output: Any) -> Tensor:
+    """Return the logits in what a model returns: an output object, a tuple, a dict, a tensor."""
+    logits = output if isinstance(output, Tensor) else None
+    if isinstance(output, Mapping):
+        logits = output.get("logits")
+    logits = getattr(output, "logits", None) if logits is None else logits
+    if logits is None and isinstance(output, tuple | list):
+        logits = next((item for item in output if isinstance(item, Tensor)), None)
+    if not isinstance(logits, Tensor) or logits.dim() != 3:
+        raise DriftError(f"the model returns no logits [B, T, V] but {type(output).__name__}")
+    return logits
+
+
+def first_tensor(output: Any) -> Tensor | None:
+    """Return the tensor that a block returns, the first of several."""
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, tuple | list):
+        return next((item for item in output if isinstance(item, Tensor)), None)
+    return getattr(output, "last_hidden_state", None)

@@ -1,0 +1,319 @@
+"""The folder of a record: written as a stream, complete or absent; read by NumPy alone.
+
+    A.drift/
+        manifest.json               format, version, size and hash of every file below; written last
+        record.json                 environment, model and weights, run settings, prompts, tables
+        case_0000.json              one prompt: per step the chosen tokens, margins, top-k logits
+        case_0000.safetensors       per step: hashes, shapes, statistics, samples, logits, rows
+        values_0000.safetensors     per step and op the whole tensor, with --tensors
+
+docs/drift.md describes every field.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xtrain.drift.errors import DriftError
+from xtrain.drift.storage import TensorFile, TensorWriter, file_hash, write_json
+from xtrain.drift.values import to_float64
+
+FORMAT = "xtrain.drift"
+VERSION = 1  # raised when an older reader could not read a newer record
+MAX_DIMS = 8
+
+
+class OpKey(NamedTuple):
+    """What an op is called by: two records match ops by path and op, in graph order."""
+
+    path: str  # of the module that calls it; "" is the model itself
+    op: str  # "aten.mm"; of several results the later ones are "aten.native_layer_norm.1"
+    dtype: str  # as in safetensors
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """One array per property, a row per op or per block, in graph order."""
+
+    hash: NDArray[np.uint8]  # [n, 16]
+    whole: NDArray[np.uint8]  # [n, 16], of the tensor with all rows of the batch
+    shape: NDArray[np.int64]  # [n, MAX_DIMS], -1 where there is no dimension; of this prompt's part
+    whole_shape: NDArray[np.int64]
+    statistics: NDArray[np.float64]  # [n, len(STATISTICS)]
+    samples: NDArray[np.float64]  # [n, NUM_SAMPLES]
+
+
+class RecordWriter:
+    """Writes into a folder beside `path`, which takes that name when everything is there."""
+
+    def __init__(self, path: Path, *, overwrite: bool = False):
+        self.path = path
+        check_free(path, overwrite=overwrite)
+        self.temp = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+        self.tables: dict[tuple[OpKey, ...], int] = {}
+        try:
+            shutil.rmtree(self.temp, ignore_errors=True)
+            self.temp.mkdir(parents=True)
+        except OSError as error:
+            raise DriftError(f"cannot write {path}: {error.strerror}") from None
+
+    def table(self, keys: tuple[OpKey, ...]) -> int:
+        """Return the number of a list of ops; equal lists are kept once."""
+        return self.tables.setdefault(keys, len(self.tables))
+
+    def close(self, contents: dict[str, Any]) -> None:
+        """Write record.json and the manifest, and give the folder its name."""
+        tables = [[list(key) for key in keys] for keys in self.tables]
+        record = {"format": FORMAT, "version": VERSION, **contents, "tables": tables}
+        write_json(self.temp / "record.json", record)
+        files = {
+            path.name: {"bytes": path.stat().st_size, "xxh3_128": file_hash(path)}
+            for path in sorted(self.temp.iterdir())
+        }
+        manifest = {"format": FORMAT, "version": VERSION, "files": files}
+        write_json(self.temp / "manifest.json", manifest)
+        if self.path.exists():
+            shutil.rmtree(self.path)
+        os.rename(self.temp, self.path)
+
+    def discard(self) -> None:
+        """Leave nothing."""
+        shutil.rmtree(self.temp, ignore_errors=True)
+
+
+def check_free(path: Path, *, overwrite: bool) -> None:
+    """Raise DriftError if a record may not be written to path."""
+    if path.exists() and not (overwrite and (path / "manifest.json").is_file()):
+        advice = "choose another name, or --overwrite a record"
+        raise DriftError(f"{path} exists; {'it is no record and stays' if overwrite else advice}")
+
+
+class CaseWriter:
+    """The files of one prompt; the arrays of a step go to the disk with the step."""
+
+    def __init__(self, writer: RecordWriter, number: int, *, values: bool):
+        self.writer = writer
+        self.name = f"case_{number:04d}"
+        self.arrays = TensorWriter(writer.temp / f"{self.name}.safetensors")
+        self.values = None
+        if values:
+            self.values = TensorWriter(writer.temp / f"values_{number:04d}.safetensors")
+        self.steps: list[dict[str, Any]] = []
+
+    def add_value(self, index: int, bits: NDArray, dtype: str) -> None:
+        """Keep the whole tensor of an op of the step under way."""
+        if self.values is not None:
+            self.values.add(f"step_{len(self.steps):04d}/{index:05d}", bits, dtype)
+
+    def add_step(
+        self,
+        step: dict[str, Any],
+        columns: dict[str, tuple[tuple[OpKey, ...], Columns]],
+        logits: tuple[NDArray, str],
+        rows: list[tuple[NDArray, str]],
+    ) -> None:
+        """Write one forward: "ops" and "blocks" in columns, logits [positions, V], block rows."""
+        prefix = f"step_{len(self.steps):04d}"
+        for kind, (keys, values) in columns.items():
+            step[f"{kind}_table"] = self.writer.table(keys)
+            for name, dtype in _COLUMN_DTYPES.items():
+                self.arrays.add(f"{prefix}/{kind}/{name}", getattr(values, name), dtype)
+        self.arrays.add(f"{prefix}/logits", *logits)
+        for number, row in enumerate(rows):
+            self.arrays.add(f"{prefix}/rows/{number:04d}", *row)
+        self.steps.append(step)
+
+    def close(self, text: str | None) -> None:
+        """Finish the prompt."""
+        self.arrays.close()
+        if self.values is not None:
+            self.values.close()
+        contents = {"text": text, "steps": self.steps}
+        write_json(self.writer.temp / f"{self.name}.json", contents)
+
+
+_COLUMN_DTYPES = {
+    "hash": "U8",
+    "whole": "U8",
+    "shape": "I64",
+    "whole_shape": "I64",
+    "statistics": "F64",
+    "samples": "F64",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One forward of one prompt, read lazily."""
+
+    record: Record
+    case: Case
+    number: int
+    info: dict[str, Any]
+
+    @property
+    def tokens(self) -> list[int]:
+        """The chosen token of each recorded position."""
+        return self.info["tokens"]
+
+    def keys(self, kind: str = "ops") -> tuple[OpKey, ...]:
+        """Return the ops, or the "blocks", in graph order."""
+        return self.record.tables[self.info[f"{kind}_table"]]
+
+    def columns(self, kind: str = "ops") -> Columns:
+        """Return what is known of them, row by row."""
+        prefix = f"step_{self.number:04d}/{kind}"
+        return Columns(**{name: self.case.arrays[f"{prefix}/{name}"] for name in _COLUMN_DTYPES})
+
+    def logits(self) -> tuple[NDArray, str]:
+        """Return (bits [positions, V], dtype)."""
+        name = f"step_{self.number:04d}/logits"
+        return self.case.arrays[name], self.case.arrays.dtype(name)
+
+    def logits_float64(self) -> NDArray[np.float64]:
+        """Return the logits [positions, V], exactly."""
+        return to_float64(*self.logits())
+
+    def rows(self, block: int) -> tuple[NDArray, str]:
+        """Return (bits [positions, D], dtype) of a block's output where the logits were taken."""
+        name = f"step_{self.number:04d}/rows/{block:04d}"
+        return self.case.arrays[name], self.case.arrays.dtype(name)
+
+    def value(self, index: int) -> tuple[NDArray, str] | None:
+        """Return (bits, dtype) of an op's whole result, None without --tensors."""
+        name = f"step_{self.number:04d}/{index:05d}"
+        values = self.case.values
+        return (values[name], values.dtype(name)) if values is not None and name in values else None
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One prompt and what followed it."""
+
+    record: Record
+    number: int
+
+    @cached_property
+    def _contents(self) -> dict[str, Any]:
+        return _read_json(self.record.path / f"case_{self.number:04d}.json")
+
+    @property
+    def prompt(self) -> dict[str, Any]:
+        """{"tokens": ids, "text": text or None}."""
+        return self.record.contents["prompts"][self.number]
+
+    @property
+    def text(self) -> str | None:
+        """What was generated, None where no tokenizer is known."""
+        return self._contents["text"]
+
+    @cached_property
+    def steps(self) -> list[Step]:
+        """The forwards in order."""
+        infos = self._contents["steps"]
+        return [Step(self.record, self, number, info) for number, info in enumerate(infos)]
+
+    @cached_property
+    def arrays(self) -> TensorFile:
+        """Arrays of all steps."""
+        return TensorFile(self.record.path / f"case_{self.number:04d}.safetensors")
+
+    @cached_property
+    def values(self) -> TensorFile | None:
+        """Whole tensors, None without --tensors."""
+        path = self.record.path / f"values_{self.number:04d}.safetensors"
+        return TensorFile(path) if path.name in self.record.files else None
+
+
+class Record:
+    """A record on disk, opened; every byte is checked against the manifest first.
+
+    Raises: DriftError saying what is missing, damaged or of another version.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = Path(path)
+        self.files = _check(self.path)
+        self.contents = _read_json(self.path / "record.json")
+        try:
+            self.environment: dict[str, Any] = self.contents["environment"]
+            self.model: dict[str, Any] = self.contents["model"]
+            self.run: dict[str, Any] = self.contents["run"]
+            self.tables = [tuple(OpKey(*key) for key in table) for table in self.contents["tables"]]
+            self.cases = [Case(self, i) for i in range(len(self.contents["prompts"]))]
+        except (KeyError, TypeError) as error:
+            raise DriftError(f"{self.path}/record.json lacks a field ({error})") from None
+
+    def __repr__(self) -> str:
+        return f"Record({str(self.path)!r}, {len(self.cases)} prompts)"
+
+    def steps(self) -> Iterator[Step]:
+        """Yield every forward, prompt by prompt."""
+        for case in self.cases:
+            yield from case.steps
+
+
+def temporary_record_path() -> tuple[Path, tempfile.TemporaryDirectory]:
+    """Return a path for a record that lives as long as the second value."""
+    folder = tempfile.TemporaryDirectory(prefix="xtrain-drift-")
+    return Path(folder.name) / "record.drift", folder
+
+
+def keep_alive(record: Record, folder: tempfile.TemporaryDirectory) -> None:
+    """Delete a temporary folder when its record is collected."""
+    weakref.finalize(record, folder.cleanup)
+
+
+def _check(path: Path) -> dict[str, Any]:
+    """Return the manifest's files after comparing every one of them."""
+    if not path.is_dir():
+        raise DriftError(f"there is no record {path}; `xtrain.drift record --out` makes one")
+    if not (path / "manifest.json").is_file():
+        raise DriftError(f"{path} is no complete record: manifest.json is missing")
+    manifest = _read_json(path / "manifest.json")
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise DriftError(f"{path} is no record: manifest.json is not of format {FORMAT}")
+    if manifest.get("version") != VERSION:
+        raise DriftError(
+            f"{path} has schema version {manifest.get('version')!r}, this xtrain reads {VERSION}; "
+            "record again, or compare with the xtrain that wrote it"
+        )
+    files = manifest.get("files")
+    try:
+        for name, expected in files.items():  # type: ignore[union-attr]
+            file = path / name
+            if not file.is_file():
+                raise DriftError(f"{path} is damaged: {name} is missing; record again")
+            size = file.stat().st_size
+            if size != expected["bytes"]:
+                raise DriftError(f"{file} has {size} bytes, not {expected['bytes']}; record again")
+            if file_hash(file) != expected["xxh3_128"]:
+                raise DriftError(f"{file} was changed after it was written; record again")
+        if "record.json" not in files:  # type: ignore[operator]
+            raise DriftError(f"{path} is damaged: record.json is missing; record again")
+    except (AttributeError, KeyError, TypeError) as error:
+        raise DriftError(f"{path}/manifest.json is damaged ({error}); record again") from None
+    except OSError as error:
+        raise DriftError(f"cannot read {error.filename or path}: {error.strerror}") from None
+    return files  # type: ignore[return-value]
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DriftError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise DriftError(f"{path} is damaged: {error}; record again") from None

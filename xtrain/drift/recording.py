@@ -1,0 +1,280 @@
+"""record: a model's forwards as a folder. One forward of given inputs, or prompts decoded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from xtrain.drift import environment
+from xtrain.drift.collect import Collector, Layout
+from xtrain.drift.errors import DriftError
+from xtrain.drift.models import Subject, count_parameters, hash_weights, json_number, weight_sizes
+from xtrain.drift.observe import MODES, Runner
+from xtrain.drift.record_folder import (
+    CaseWriter,
+    Record,
+    RecordWriter,
+    keep_alive,
+    temporary_record_path,
+)
+
+DECODERS = ("greedy", "generate", "sample")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How a model is run while it is recorded; part of the record."""
+
+    mode: str = "eager"
+    dtype: str = "auto"  # that the model was cast to
+    device: str = "cpu"
+    batch_size: int = 1
+    pad_to: int | None = None  # tokens; None: no further than the longest of a batch
+    decode: str | None = "greedy"  # None: one forward, all positions
+    num_tokens: int = 16
+    temperature: float = 1.0  # of decode="sample"
+    sample_seed: int = 0
+    top_k: int = 8
+    tensors: bool = False
+    op_steps: int | None = None  # steps of a prompt whose ops are recorded; None: all
+    warm_up: int = 0  # forwards before the first recorded one
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise DriftError(f"mode must be one of {', '.join(MODES)}, got {self.mode!r}")
+        if self.decode not in (*DECODERS, None):
+            raise DriftError(f"decode must be one of {', '.join(DECODERS)}, got {self.decode!r}")
+        for name in ("batch_size", "num_tokens", "top_k"):
+            if getattr(self, name) < 1:
+                raise DriftError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.decode == "generate" and (self.mode != "eager" or self.pad_to):
+            raise DriftError("decode=generate calls the model by itself: no other mode, no pad_to")
+        if not 0 < self.temperature < float("inf"):
+            raise DriftError(f"temperature must be above 0 and finite, got {self.temperature}")
+
+
+def record(
+    model: nn.Module,
+    inputs: Tensor | Sequence[Sequence[int]] | Mapping[str, Any],
+    *,
+    out: str | os.PathLike[str] | None = None,
+    mode: str | None = None,
+    tensors: bool = False,
+    top_k: int = 8,
+    warm_up: int = 0,
+    overwrite: bool = False,
+) -> Record:
+    """Run one forward of model on inputs and return the record of every op, block and logit.
+
+    Args:     model: a causal language model; called in eval mode, its mode is put back.
+              inputs: token ids [B, T], each row a prompt of the record; or the keyword arguments of
+              the model's forward, tensors of B rows, with the ids as input_ids.
+              out: the record's folder; None: a temporary one that lives as long as the result.
+              mode: eager | aot_eager | inductor | unobserved; None: eager, or unobserved for a
+              model that torch.compile or xtrain.compile returned.
+              tensors: keep whole tensors, so that differences are exact everywhere.
+              top_k: logits per position in the readable part; all are kept in the other.
+              warm_up: forwards before, which are not recorded.
+              overwrite: replace a record that is there.
+    Raises:   DriftError for a model that returns no logits, a mode it cannot run in, or an `out`
+              that exists.
+    """
+    mode = mode or ("unobserved" if _is_compiled(model) else "eager")
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    named = _named_inputs(inputs, device)
+    tokens = named.get("input_ids")
+    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or not tokens.numel():
+        raise DriftError("inputs must hold token ids [B, T], at least one; as input_ids in a dict")
+    settings = Settings(
+        mode=mode,
+        device=str(device),
+        batch_size=len(tokens),
+        decode=None,
+        top_k=top_k,
+        tensors=tensors,
+        warm_up=warm_up,
+    )
+    description = {"kind": "library", "name": type(model).__name__}
+    subject = Subject(model, description, 0, None, weights=hash_weights(model))
+    prompts = [{"tokens": row, "text": None} for row in tokens.tolist()]
+    with _Recording(subject, prompts, settings, out, overwrite) as recording:
+        recording.forward(named)
+    return recording.result()
+
+
+def record_prompts(
+    subject: Subject,
+    prompts: Sequence[Mapping[str, Any]],
+    settings: Settings,
+    *,
+    out: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Record:
+    """Decode every prompt as settings say and return the record of all forwards.
+
+    Raises: DriftError for prompts that exceed the model's context, and as `record` does.
+    """
+    from xtrain.drift.decode import decode, forward_only
+
+    _check_lengths(subject, prompts, settings)
+    loop = decode if settings.decode else forward_only
+    with _Recording(subject, prompts, settings, out, overwrite) as recording:
+        loop(recording, progress)
+    return recording.result()
+
+
+class _Recording:
+    """One record being written: the runner, the writers of the prompts under way, the totals."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        prompts: Sequence[Mapping[str, Any]],
+        settings: Settings,
+        out: str | os.PathLike[str] | None,
+        overwrite: bool,
+    ):
+        self.subject, self.prompts, self.settings = subject, prompts, settings
+        self.folder = None
+        if out is None:
+            path, self.folder = temporary_record_path()
+        else:
+            path = Path(out)
+        self.writer = RecordWriter(path, overwrite=overwrite)
+        self.runner = Runner(subject.model, settings.mode)
+        self.weight_sizes = weight_sizes(subject.model)
+        self.warm = settings.warm_up
+
+    def __enter__(self) -> _Recording:
+        self.was_training = self.subject.model.training
+        self.subject.model.eval()
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        self.subject.model.train(self.was_training)
+        if kind is not None:
+            self.writer.discard()
+            return
+        contents = {
+            "environment": environment.collect(),
+            "model": {
+                **self.subject.description,
+                "class": type(self.subject.model).__name__,
+                "num_parameters": count_parameters(self.subject.model),
+                "blocks": list(self.runner.blocks),
+                "weights": self.subject.weights,
+            },
+            "run": asdict(self.settings),
+            "observer_effect": self.runner.observer_effect,
+            "prompts": list(self.prompts),
+        }
+        self.writer.close(contents)
+
+    def result(self) -> Record:
+        """Open what was written."""
+        record = Record(self.writer.path)
+        if self.folder is not None:
+            keep_alive(record, self.folder)
+        return record
+
+    def cases(self, numbers: Sequence[int]) -> list[CaseWriter]:
+        """Return the writers of some prompts."""
+        return [CaseWriter(self.writer, i, values=self.settings.tensors) for i in numbers]
+
+    def layout(self, batch: int, length: int, lengths: Sequence[int]) -> Layout:
+        """Return which part of each tensor belongs to which prompt."""
+        return Layout(batch, length, tuple(lengths), self.weight_sizes)
+
+    def run(self, inputs: Mapping[str, Any], collector: Collector, *, ops: bool) -> Tensor:
+        """Return the logits of a forward, cut to the vocabulary; the first one is warmed up."""
+        while self.warm:
+            self.runner(inputs, None)
+            self.warm -= 1
+        logits = self.runner(inputs, collector, ops=ops)
+        return logits[..., : self.subject.vocab_size] if self.subject.vocab_size else logits
+
+    def forward(self, inputs: Mapping[str, Any]) -> None:
+        """Record one forward with all its positions."""
+        batch, length = inputs["input_ids"].shape
+        cases = self.cases(range(batch))
+        collector = Collector(self.layout(batch, length, [length] * batch), cases)
+        logits = self.run(inputs, collector, ops=True)
+        steps = [self.step(logits[row], length) for row in range(batch)]
+        collector.write(steps, logits, [slice(0, length)] * batch)
+        for case in cases:
+            case.close(None)
+
+    def step(
+        self, logits: Tensor, length: int, tokens: Sequence[int] | None = None
+    ) -> dict[str, Any]:
+        """Return the readable part of a step: logits are those of its positions, [P, V]."""
+        logits = logits.detach().float() if logits.element_size() < 4 else logits.detach()
+        if tokens is None:
+            tokens = greedy(logits.cpu().numpy())
+        count = min(max(self.settings.top_k, 2), logits.shape[-1])
+        values, ids = (item.cpu().numpy() for item in logits.topk(count))
+        order = np.lexsort((ids, -np.nan_to_num(values, nan=np.inf)), axis=-1)
+        values = np.take_along_axis(values, order, -1).astype(np.float64)
+        ids = np.take_along_axis(ids, order, -1)
+        with np.errstate(invalid="ignore"):
+            margin = values[:, 0] - values[:, 1] if count > 1 else np.full(len(values), np.inf)
+        shown = slice(0, self.settings.top_k)
+        return {
+            "length": length,
+            "tokens": [int(token) for token in tokens],
+            "margin": [json_number(value) for value in margin],
+            "top_ids": ids[:, shown].tolist(),
+            "top_logits": [[json_number(value) for value in row[shown]] for row in values],
+        }
+
+
+def greedy(logits: NDArray) -> list[int]:
+    """Return the lowest argmax of each position of [P, V]."""
+    return logits.argmax(axis=-1).tolist()
+
+
+def _named_inputs(inputs: Any, device: torch.device) -> dict[str, Any]:
+    if isinstance(inputs, Mapping):
+        named = dict(inputs)
+    else:
+        try:
+            named = {"input_ids": torch.as_tensor(inputs)}
+        except (TypeError, ValueError) as error:
+            raise DriftError(f"inputs must be token ids [B, T]: {error}") from None
+    return {
+        name: value.to(device) if isinstance(value, Tensor) else value
+        for name, value in named.items()
+    }
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    from xtrain.compiler import CompiledModel
+
+    return isinstance(model, CompiledModel) or hasattr(model, "_orig_mod")
+
+
+def _check_lengths(
+    subject: Subject, prompts: Sequence[Mapping[str, Any]], settings: Settings
+) -> None:
+    if subject.max_length is None:
+        return
+    for number, prompt in enumerate(prompts):
+        length = len(prompt["tokens"])
+        # the last token that is chosen is never fed back
+        needed = length + settings.num_tokens - 1
+        if needed > subject.max_length:
+            raise DriftError(
+                f"prompt {number} has {length} tokens, with {settings.num_tokens} more it exceeds "
+                f"the model's context of {subject.max_length}; shorten it or lower --tokens"
+            )
+    if settings.pad_to and settings.pad_to > subject.max_length:
+        raise DriftError(f"pad_to {settings.pad_to} exceeds the context of {subject.max_length}")

@@ -1,0 +1,56 @@
+"""assert_no_drift: a baseline that a project's tests compare their model with."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from xtrain.drift.comparison import IDENTICAL, TOKENS_DIFFER, Comparison, compare
+from xtrain.drift.record_folder import Record
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def assert_no_drift(
+    model: nn.Module, baseline_folder: str | os.PathLike[str], *, accept: int = IDENTICAL
+) -> Comparison:
+    """Run model on the inputs of a baseline, as the baseline was run, and compare.
+
+        xtrain.drift.record(model, tokens, out="tests/baseline.drift")       # once, committed
+        xtrain.drift.assert_no_drift(model, "tests/baseline.drift")          # in the test
+
+    Args:     accept: the worst verdict that passes: 0 all bits equal, 1 the numbers differ and no
+              token can flip (a baseline from another machine), 2 a token can flip.
+    Returns:  the comparison, the baseline as a.
+    Raises:   AssertionError with the report when the verdict is worse, or the weights are others;
+              DriftError when the baseline is missing or damaged.
+    """
+    if not IDENTICAL <= accept < TOKENS_DIFFER:
+        raise ValueError(f"accept must be 0, 1 or 2, got {accept}")
+    baseline = Record(baseline_folder)
+    comparison = compare(baseline, _replay(model, baseline))
+    if comparison.exit_code > accept:
+        from xtrain.drift.report import as_text
+
+        name = Path(baseline_folder).name
+        raise AssertionError(f"the model drifted from {name}\n\n{as_text(comparison)}")
+    return comparison
+
+
+def _replay(model: nn.Module, baseline: Record) -> Record:
+    """Return a temporary record of model with the prompts and settings of the baseline."""
+    from xtrain.drift.models import Subject, hash_weights
+    from xtrain.drift.recording import Settings, record, record_prompts
+
+    prompts = baseline.contents["prompts"]
+    run = baseline.run
+    if baseline.model["kind"] == "library":
+        tokens = [prompt["tokens"] for prompt in prompts]
+        return record(model, tokens, mode=run["mode"], tensors=run["tensors"], top_k=run["top_k"])
+    device = next((str(parameter.device) for parameter in model.parameters()), "cpu")
+    vocab_size = baseline.cases[0].steps[0].logits()[0].shape[-1]
+    description: dict[str, Any] = {"kind": "library", "name": type(model).__name__}
+    subject = Subject(model, description, vocab_size, None, weights=hash_weights(model))
+    return record_prompts(subject, prompts, Settings(**{**run, "device": device}))
