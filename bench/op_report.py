@@ -275,7 +275,8 @@ def method_sentences(plan: Plan, on_gpu: bool) -> list[str]:
         "Error: the largest error against fp64 over plain PyTorch's in the same dtype; every "
         "output and gradient is checked before anything is timed (ours at most 2; providers that "
         "draw their own masks are held to those).",
-        "First call: forward and backward, compilation included.",
+        "First call: forward and backward, compilation included, from caches on disk where the "
+        "setup says that they were filled before.",
     ]
 
 

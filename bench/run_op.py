@@ -6,6 +6,7 @@ is timed, and the bytes or FLOPs of a call. `bench/report_ops.py` does the same 
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from argparse import Namespace
@@ -24,6 +25,7 @@ from bench import harness  # noqa: E402
 if TYPE_CHECKING:
     from bench.op_report import OpsReport
     from bench.op_timing import Measured, Plan
+    from bench.ops.common import Case
 
 NUM_BLOCKS, QUICK_BLOCKS = 7, 3  # of 7 blocks the least and greatest ratio cover 98%
 
@@ -60,6 +62,8 @@ def add_flags(parser: Any) -> None:
     add("--blocks", type=int, help=f"each visits every provider twice ({NUM_BLOCKS})")
     add("--providers", metavar="A,B", help="these alone (all)")
     add("--quick", action="store_true", help=f"an op's first case, {QUICK_BLOCKS} blocks")
+    add("--jobs", type=int, default=0, help="processes that fill the compile caches first (0)")
+    add("--limit", type=float, metavar="SECONDS", help="begin no case after so long (no limit)")
     add("--commit", help="commit to name in the report where the folder is no git checkout")
     add("--json", type=Path, metavar="FILE", help="write everything measured")
     add("--markdown", type=Path, metavar="FILE", help="write the report")
@@ -86,6 +90,7 @@ def measured_report(ops: Sequence[str], flags: Namespace, command: str) -> OpsRe
 
     from bench.op_report import build_report
     from bench.op_timing import Plan
+    from bench.op_warm import fill_caches
 
     start = time.perf_counter()
     if flags.threads is not None:
@@ -96,22 +101,41 @@ def measured_report(ops: Sequence[str], flags: Namespace, command: str) -> OpsRe
     environment = harness.environment(device.type, flags.commit)
     environment["load_average_before"] = harness.load_average()
     benches = [import_module(f"bench.ops.bench_{op}") for op in ops]
+    if flags.jobs:
+        environment["compile_caches"] = f"filled before by {flags.jobs} processes"
+        tasks = [(b.OP, i) for b in benches for i in range(len(cases_of(b, device, flags.quick)))]
+        for problem in fill_caches(tasks, device.type, flags.jobs):
+            print(f"filling the caches: {problem}", flush=True)
+        print(f"caches filled: {time.perf_counter() - start:.1f} s", flush=True)
+    end = math.inf if flags.limit is None else start + flags.limit
     measured: list[Measured] = []
     for bench in benches:
-        measured += measure(bench, device, plan, quick=flags.quick)
+        measured += measure(bench, device, plan, quick=flags.quick, end=end)
     environment["run_took_s"] = time.perf_counter() - start
     return build_report(benches, measured, plan, environment, command)
 
 
-def measure(bench: ModuleType, device: Any, plan: Plan, *, quick: bool) -> list[Measured]:
-    """Return what was measured on every case of an op; a case that fails leaves rows behind."""
+def cases_of(bench: ModuleType, device: Any, quick: bool) -> list[Case]:
+    cases = bench.CASES.get(device.type, [])
+    return cases[:1] if quick else cases
+
+
+def measure(
+    bench: ModuleType, device: Any, plan: Plan, *, quick: bool, end: float = math.inf
+) -> list[Measured]:
+    """Return what was measured on every case of an op; a case that fails leaves rows behind.
+
+    Args:     end: time.perf_counter() after which no case begins.
+    """
     from bench.op_timing import caught, measure_case
+    from bench.ops.common import NotThere
 
     measured: list[Measured] = []
-    cases = bench.CASES.get(device.type, [])
-    for case in cases[:1] if quick else cases:
+    for case in cases_of(bench, device, quick):
         start = time.perf_counter()
         with caught(measured, bench, case):
+            if start > end:
+                raise NotThere("the time limit of the run was reached before")
             measured += measure_case(bench, case, device, plan)
         print(f"{bench.OP}, {case}: {time.perf_counter() - start:.1f} s", flush=True)
     return measured

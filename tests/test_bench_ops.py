@@ -15,7 +15,7 @@ import torch.nn.functional as F
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # bench/ is no installed package
 
-from bench import op_plot, op_report, op_timing, report_ops, run_op  # noqa: E402
+from bench import op_plot, op_report, op_timing, op_warm, report_ops, run_op  # noqa: E402
 from bench.op_timing import Clock, Measured, Plan, Timed, measure_case  # noqa: E402
 from bench.ops import bench_dropout, bench_dropout_add_rms_norm, bench_swiglu  # noqa: E402
 from bench.ops.common import (  # noqa: E402
@@ -348,6 +348,17 @@ def test_report_ops_end_to_end(tmp_path, capsys):
     assert positions == sorted(positions) and all(f"### {op}" in text for op in BENCHES)
     assert "report_ops.py --quick --device cpu" in text and str(tmp_path) not in text
     assert Path(files[2]).read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_limit_on_time_leaves_rows_that_say_so():
+    rows = run_op.measure(bench_swiglu, CPU, Plan(num_blocks=1), quick=True, end=0.0)
+    assert [row.missing for row in rows] == ["the time limit of the run was reached before"] * 2
+
+
+def test_filling_the_caches_says_what_went_wrong():
+    assert op_warm.fill_caches([], "cpu", 3) == []
+    (problem,) = op_warm.fill_caches([("sdpa", 0), ("conv", 0)], "cpu", 1)
+    assert problem == "exit code 1: ModuleNotFoundError: No module named 'bench.ops.bench_conv'"
 
 
 def test_run_op_says_by_its_exit_code_that_a_provider_failed(monkeypatch, capsys):
