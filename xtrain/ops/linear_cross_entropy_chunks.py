@@ -51,19 +51,41 @@ class Gradients:
     empty: bool = True  # weight holds nothing yet
 
 
-def chunk_rows(V: int, D: int, device_type: str, *, wide: bool) -> int:
-    """Return how many tokens' logits are held at a time.
+def chunk_rows(V: int, D: int, itemsize: int, device_type: str, *, wide: bool) -> int:
+    """Return how many tokens' logits are held at a time, at most.
 
-    On a GPU, where the weight's gradient is summed in a wider dtype and rounded at the end, D rows
-    cost no memory at the peak: they take as much as the rounded gradient, which takes their
-    place when they are gone. 2048 at least, since the gradient's sum is read and written once
-    a chunk, and a multiple of 128, the height of a product's tiles. Without the wider sum nothing
-    makes room for the logits, so there are half as many.
+    Few and large chunks, since each reads and writes the whole sum of the weight's gradient. On a
+    GPU, in multiples of 256, the height of two tiles of a product, what memory allows is this:
+
+    wide: the sum is fp32 and rounded at the end. D rows of logits are as large as the rounded sum,
+          which takes their place when they are gone: they cost nothing at the peak. A quarter more
+          is added while that is at most 64 MiB.
+    else: the logits come on top of all that is returned: three quarters of D rows, and at most
+          200 MiB.
+
+    D counts as 2048 at least: fewer rows would not fill a GPU.
     """
     if device_type != "cuda":
         return max(1, CPU_CHUNK_ELEMENTS // V)
-    rows = max(2048, D // 128 * 128)
-    return rows if wide else rows // 2
+    D, row_bytes = max(D, 2048), V * itemsize
+    if wide:
+        rows = D + min(D // 4, (64 << 20) // row_bytes)
+    else:
+        rows = min(D * 3 // 4, (200 << 20) // row_bytes)
+    return max(rows // 256 * 256, 256)
+
+
+def token_chunks(n: int, most: int, unit: int) -> list[slice]:
+    """Cut n tokens into the fewest chunks of at most `most`, about equal, in multiples of unit.
+
+    A small last chunk would cost as much memory traffic for the weight's gradient as a large one.
+    """
+    if n == 0:
+        return []
+    count = -(-n // most)
+    units = -(-n // unit)
+    ends = [min(n, units * (i + 1) // count * unit) for i in range(count)]
+    return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def held_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -141,9 +163,18 @@ def rounded(grads: Gradients, hidden: Tensor, dtype: torch.dtype) -> tuple[Tenso
     if of_weight is not None and grads.empty:  # no token at all
         of_weight.zero_()
     return (
-        nothing if of_hidden is None else of_hidden.to(dtype).view(hidden.shape),
-        nothing.clone() if of_weight is None else of_weight.to(dtype),
+        nothing if of_hidden is None else _cast(of_hidden, dtype).view(hidden.shape),
+        nothing.clone() if of_weight is None else _cast(of_weight, dtype),
     )
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return fresh x in dtype; by our kernel, which moves more bytes a second than torch's."""
+    if x.dtype == dtype or x.device.type != "cuda" or why_no_kernel(x) is not None:
+        return x.to(dtype)
+    one = torch.ones((), dtype=x.dtype, device=x.device)
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    return import_module("xtrain.ops.triton.linear_cross_entropy").scale(x, one, out)
 
 
 def walk(
@@ -167,14 +198,16 @@ def walk(
     losses = None if losses is None else losses.view(-1)
     n = hidden.shape[0]
     wide = grads.weight is not None and grads.weight.dtype != weight.dtype
-    step = chunk_rows(V, D, weight.device.type, wide=wide)
+    on_gpu = weight.device.type == "cuda"
+    most = chunk_rows(V, D, weight.element_size(), weight.device.type, wide=wide)
+    parts = token_chunks(n, most, min(most, 256) if on_gpu else 1)
+    longest = max((part.stop - part.start for part in parts), default=0)
     rows_step = row_function(hidden)
     # Rows start at multiples of 128 bytes: for products by tensor cores, and for vector accesses.
     stride = -(-V // 64) * 64
-    logits = hidden.new_empty((min(step, n), stride))[:, :V]
-    for start in range(0, n, step):
-        part = slice(start, min(start + step, n))
-        h, x = hidden[part], logits[: min(step, n - start)]
+    logits = hidden.new_empty((longest, stride))[:, :V]
+    for part in parts:
+        h, x = hidden[part], logits[: part.stop - part.start]
         torch.mm(h, weight.t(), out=x)
         wants_grad = grads.hidden is not None or grads.weight is not None
         loss_rows = None if losses is None else losses[part]

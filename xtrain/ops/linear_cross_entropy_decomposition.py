@@ -121,7 +121,7 @@ def _chunks(hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor) -> l
     n = hidden.shape[0]
     step = n
     if isinstance(n, int):
-        rows = chunk_rows(V, D, weight.device.type, wide=True)
+        rows = chunk_rows(V, D, weight.element_size(), weight.device.type, wide=True)
         step = max(rows, -(-n // MAX_CHUNKS))
     starts = range(0, max(n, 1), step) if isinstance(n, int) else (0,)
     pieces = []

@@ -2,8 +2,9 @@
 
 The rows of logits are the business of cross_entropy.py beside this file, the products of cuBLAS.
 
-Tiling:   the tensor is flat; a program owns BLOCK consecutive elements.
-Bytes:    2 * n * itemsize; nothing at all where out is x and the factor is exactly 1.
+Tiling:   the tensor is flat; a program owns every n_programs-th block of BLOCK elements.
+Bytes:    n * (itemsize of x + itemsize of out); nothing at all where out is x and the factor is
+          exactly 1, which is why there are no more programs than the GPU runs at once.
 Numerics: the product in COMPUTE_DTYPE, rounded once to out's dtype.
 """
 
@@ -27,15 +28,21 @@ def _scale_kernel(
     if IN_PLACE:
         if factor == 1.0:
             return
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + i, mask=i < n_elements, other=0.0).to(COMPUTE_DTYPE)
-    tl.store(out_ptr + i, (x * factor).to(out_ptr.dtype.element_ty), mask=i < n_elements)
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    for first in range(start, n_elements, tl.num_programs(0).to(tl.int64) * BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + i, mask=i < n_elements, other=0.0).to(COMPUTE_DTYPE)
+        tl.store(out_ptr + i, (x * factor).to(out_ptr.dtype.element_ty), mask=i < n_elements)
 
 
-def scale_block_sizes(itemsize: int) -> tuple[int, int]:
-    """Return (BLOCK, num_warps): two 16-byte accesses a thread; little to do for each program."""
+def scale_block_sizes(n_elements: int, itemsize: int) -> tuple[int, int, int]:
+    """Return (BLOCK, num_programs, num_warps).
+
+    Two 16-byte accesses a thread; eight programs of 256 threads fill each of about 130 SMs.
+    """
     num_warps = 8
-    return num_warps * 32 * 2 * max(16 // itemsize, 1), num_warps
+    block = num_warps * 32 * 2 * max(16 // itemsize, 1)
+    return block, min(triton.cdiv(n_elements, block), 8 * 132), num_warps
 
 
 def scale(x: Tensor, factor: Tensor, out: Tensor) -> Tensor:
@@ -43,9 +50,9 @@ def scale(x: Tensor, factor: Tensor, out: Tensor) -> Tensor:
 
     Args:     x, out: contiguous, of one shape; factor: one element, read on the device.
     """
-    block, num_warps = scale_block_sizes(x.element_size())
     if x.numel() > 0:
-        _scale_kernel[(triton.cdiv(x.numel(), block),)](
+        block, num_programs, num_warps = scale_block_sizes(x.numel(), x.element_size())
+        _scale_kernel[(num_programs,)](
             x,
             out,
             factor,

@@ -1,0 +1,314 @@
+"""The loss kernels: interpreted, compiled for four architectures, and on a GPU."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import triton.language as tl
+from ahead_of_time import ARCHITECTURES, compile_kernel
+from interpreter import run_interpreted
+from loss_oracle import IGNORE, plain_linear_cross_entropy
+from tolerances import assert_close, assert_no_worse_than_plain
+from torch import Tensor
+
+import xtrain.ops.linear_cross_entropy_chunks as chunks
+from xtrain.ops import cross_entropy, linear_cross_entropy
+from xtrain.ops.triton.cross_entropy import _cross_entropy_rows_kernel, cross_entropy_block_sizes
+from xtrain.ops.triton.linear_cross_entropy import _scale_kernel, scale_block_sizes
+
+ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
+PLAIN = {"LABEL_SMOOTHING": 0.0, "Z_LOSS": 0.0, "SOFTCAP": None}
+ALL = {"LABEL_SMOOTHING": 0.1, "Z_LOSS": 1e-4, "SOFTCAP": 30.0}
+
+
+def test_under_the_interpreter():
+    run_interpreted("interpreted_loss.py")
+
+
+def compile_rows(arch: int, dtype: str, V: int, options: dict, *, divisible: bool, has_lse: bool):
+    tile_rows, vector, num_warps = cross_entropy_block_sizes(V, ITEMSIZE[dtype])
+    c = "fp64" if dtype == "fp64" else "fp32"
+    pointers = {"logits_ptr": dtype, "grad_ptr": dtype, "targets_ptr": "i64", "scale_ptr": c}
+    pointers |= {"losses_ptr": c, "lse_ptr": c}
+    sizes = ("logits_row_stride", "grad_row_stride", "n_cols", "n_readable_cols")
+    signature = {name: f"*{kind}" for name, kind in pointers.items()} | {"ignore_index": "i32"}
+    signature |= dict.fromkeys(sizes, "i32:16")
+    if not divisible:
+        signature["n_cols"] = "i32"
+    constants = {
+        **options,
+        "HAS_LSE": has_lse,
+        "WRITE_GRAD": True,
+        "COMPUTE_DTYPE": tl.float64 if c == "fp64" else tl.float32,
+        "TILE_ROWS": tile_rows,
+        "VECTOR": vector,
+    }
+    return compile_kernel(
+        _cross_entropy_rows_kernel, signature, constants, arch=arch, num_warps=num_warps
+    )
+
+
+@pytest.mark.parametrize(
+    "arch,dtype",
+    [(arch, dtype) for arch in ARCHITECTURES for dtype in ("bf16", "fp64")]
+    + [(90, "fp32"), (90, "fp16")],
+)
+def test_rows_compile_without_spills(arch, dtype):
+    """With all options, at the widest program: 1024 threads get 64 registers each."""
+    usage = compile_rows(arch, dtype, 128256, ALL, divisible=True, has_lse=False)
+    assert usage.spills == 0 and usage.registers <= 64, usage
+
+
+def test_rows_move_vectors_of_16_bytes():
+    """Also where V is odd: the buffer's rows are padded. Seven instructions a logit and walk."""
+    for divisible in (True, False):
+        usage = compile_rows(90, "bf16", 50257, PLAIN, divisible=divisible, has_lse=False)
+        wide = usage.count("LDG", "128"), usage.count("STG", "128")
+        assert min(wide) >= 4, usage  # two walks, each with a last tile apart
+        assert usage.count("LDG") - wide[0] <= 3  # target, scale, the target's logit
+        assert usage.count("STG") - wide[1] <= 5  # loss, lse (twice), the target's gradient
+        assert usage.count("MUFU", "EX2") <= 4 * wide[0] * 8
+
+
+@pytest.mark.parametrize("dtype", ITEMSIZE)
+def test_scale_compiles_without_spills(dtype):
+    block, _, num_warps = scale_block_sizes(1 << 24, ITEMSIZE[dtype])
+    c = "fp64" if dtype == "fp64" else "fp32"
+    signature = {"x_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", "factor_ptr": f"*{c}"}
+    usage = compile_kernel(
+        _scale_kernel,
+        signature | {"n_elements": "i64:16"},
+        {
+            "IN_PLACE": True,
+            "COMPUTE_DTYPE": tl.float64 if c == "fp64" else tl.float32,
+            "BLOCK": block,
+        },
+        arch=90,
+        num_warps=num_warps,
+    )
+    assert usage.spills == 0 and usage.registers <= 64, usage
+    assert usage.count("LDG", "128") == usage.count("STG", "128") == 2, usage
+
+
+def test_block_sizes():
+    for itemsize in ITEMSIZE.values():
+        for V in (1, 3, 1000, 50257, 128256, 1 << 20):
+            tile_rows, vector, num_warps = cross_entropy_block_sizes(V, itemsize)
+            assert vector * itemsize == 16 and tile_rows in (32 * num_warps, 64 * num_warps)
+            assert num_warps in (1, 2, 4, 8, 16, 32)
+            assert num_warps == 1 or num_warps * 16 * vector < V, "a smaller program would do"
+
+
+@pytest.mark.parametrize(
+    "V,wide,limit_gib",
+    [(50304, True, 0.70), (128256, True, 1.65)] + [(50304, False, 0.40), (128256, False, 0.75)],
+)
+def test_chunks_fit_the_memory_promised(V, wide, limit_gib):
+    """Bytes in bf16 at 16384 tokens of 2048: while chunks are processed, and at the end."""
+    n, D = 16384, 2048
+    most = chunks.chunk_rows(V, D, 2, "cuda", wide=wide)
+    parts = chunks.token_chunks(n, most, 256)
+    rows = max(part.stop - part.start for part in parts)
+    assert rows % 256 == 0 and rows <= most
+    returned = 2 * V * D + 2 * n * D
+    during = (4 if wide else 2) * V * D + 2 * n * D + 2 * rows * V
+    peak = max(during, returned + (4 * V * D if wide else 0))
+    assert peak <= limit_gib * 2**30 - (1 << 20)  # what the loss of each token and such need
+
+
+def test_token_chunks_cover_every_token_once():
+    few = [(n, 7, 1) for n in (0, 1, 7, 8, 100)]
+    many = [(n, 2560, 256) for n in (300, 2561, 16384, 16385)]
+    for n, most, unit in few + many:
+        parts = chunks.token_chunks(n, most, unit)
+        assert [i for part in parts for i in range(part.start, part.stop)] == list(range(n))
+        sizes = [part.stop - part.start for part in parts]
+        assert all(0 < size <= most for size in sizes) and len(sizes) == -(-n // most)
+        assert all(part.start % unit == 0 for part in parts)
+        assert not sizes or max(sizes) - min(sizes) < 2 * unit
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def example(n: int, D: int, V: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    hidden = torch.randn(n, D, device="cuda").to(dtype)
+    weight = (3 / math.sqrt(D) * torch.randn(V, D, device="cuda")).to(dtype)
+    targets = torch.randint(0, V, (n,), device="cuda")
+    targets[1::4] = IGNORE
+    return hidden.requires_grad_(), weight.requires_grad_(), targets
+
+
+def poison(num_bytes: int = 1 << 28) -> None:
+    """Leave NaN in the memory that the next allocations will get."""
+    torch.full((num_bytes // 4,), math.nan, device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("V", [3, 1000, 50257])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_no_worse_than_plain(reduction, dtype, V, monkeypatch):
+    """Three chunks, poisoned memory, upstream numbers that are not 1, inputs left alone, twice."""
+    monkeypatch.setattr(chunks, "chunk_rows", lambda *args, **kwargs: 128)
+    hidden, weight, targets = example(300, 64, V, dtype)
+    options = {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 8.0, "reduction": reduction}
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    before = [x.detach().clone() for x in (hidden, weight, targets)]
+    truth = plain_linear_cross_entropy(*exact, targets, **options)
+    plain = plain_linear_cross_entropy(hidden, weight, targets, **options)
+    dy = torch.full_like(plain, 3.7 * 225) if plain.dim() == 0 else torch.rand_like(plain)
+    truths = (truth, *torch.autograd.grad(truth, exact, dy.double()))
+    plains = (plain, *torch.autograd.grad(plain, (hidden, weight), dy))
+
+    def run() -> tuple[Tensor, ...]:
+        poison()
+        loss = linear_cross_entropy(hidden, weight, targets, **options)
+        return loss, *torch.autograd.grad(loss, (hidden, weight), dy)
+
+    first, second = run(), run()
+    for ours, again, other, true in zip(first, second, plains, truths, strict=True):
+        assert_no_worse_than_plain(ours, other, true)
+        assert torch.equal(ours, again), "two runs differ"
+    for x, was in zip((hidden, weight, targets), before, strict=True):
+        assert torch.equal(x, was)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_cross_entropy_kernel(dtype):
+    """The op on whole logits: shifted views, V innermost or not, expanded gradients, odd V."""
+    for V in (1, 1000, 50257):
+        whole = 3 * torch.randn(2, 9, V, device="cuda").to(dtype)
+        targets = torch.randint(0, V, (2, 8), device="cuda")
+        targets[0, 3] = IGNORE
+        transposed = whole.transpose(1, 2).contiguous().transpose(1, 2)
+        results = []
+        for x in (whole, transposed):
+            leaf = x.detach().requires_grad_()
+            loss = cross_entropy(leaf[:, :-1], targets, reduction="none", label_smoothing=0.1)
+            dy = torch.ones((), device="cuda").expand(2, 8)
+            results.append((loss, torch.autograd.grad(loss, leaf, dy)[0]))
+        exact = whole.double().requires_grad_()
+        options = {"reduction": "none", "label_smoothing": 0.1}
+        truth = torch.nn.functional.cross_entropy(
+            exact[:, :-1].flatten(0, 1), targets.flatten(), **options
+        )
+        (true,) = torch.autograd.grad(truth.sum(), exact)
+        for loss, grad in results:
+            assert_close(loss, truth.view(2, 8), dtype=torch.float32)
+            assert_close(grad, true, dtype=dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("accumulation", ["fp32", "same"])
+def test_peak_memory(accumulation):
+    """Both gradients, eager and compiled: the sum, one chunk of logits, the results; no more."""
+    n, D, V = 8192, 1024, 32768
+    hidden, weight, targets = example(n, D, V, torch.bfloat16)
+
+    def head(h: Tensor, w: Tensor) -> Tensor:
+        return linear_cross_entropy(h, w, targets, weight_grad_accumulation=accumulation)
+
+    wide = accumulation == "fp32"
+    rows = chunks.chunk_rows(V, D, 2, "cuda", wide=wide)
+    results = 2 * n * D + 2 * V * D
+    during = 2 * n * D + (4 if wide else 2) * V * D + 2 * rows * V
+    at_the_end = results + (4 * V * D if wide else 0)
+    peaks = []
+    for function in (head, torch.compile(head, fullgraph=True)):
+        torch.autograd.grad(function(hidden, weight), (hidden, weight))  # workspaces, compilation
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        grads = torch.autograd.grad(function(hidden, weight), (hidden, weight))
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        assert torch.cuda.memory_allocated() - before <= results + (4 << 20)
+        del grads
+    bound = max(during, at_the_end) + (4 << 20)
+    assert peaks[0] <= bound < 2 * n * V + results, peaks
+    assert peaks[1] <= bound, peaks
+
+
+@pytest.mark.gpu
+def test_no_grad_does_no_gradient_work():
+    hidden, weight, targets = example(4096, 256, 32768, torch.bfloat16)
+    with torch.no_grad():
+        linear_cross_entropy(hidden, weight, targets)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        linear_cross_entropy(hidden, weight, targets)
+        rows = chunks.chunk_rows(32768, 256, 2, "cuda", wide=False)
+        peak = torch.cuda.max_memory_allocated() - before
+    assert peak <= 2 * rows * 32768 + (4 << 20)
+
+
+@pytest.mark.gpu
+def test_logits_past_2_to_the_31():
+    """Row C10: more logits than 31 bits count; the last tokens equal the same ones alone."""
+    n, D, V = 45000, 64, 50304
+    assert n * V > 2**31
+    hidden, weight, targets = example(n, D, V, torch.bfloat16)
+    alone = hidden.detach()[-4:].clone().requires_grad_()
+    losses = linear_cross_entropy(hidden, weight, targets, reduction="none")
+    expected = linear_cross_entropy(alone, weight, targets[-4:], reduction="none")
+    assert_close(losses[-4:], expected, dtype=torch.bfloat16)  # another product, other roundings
+    (grad,) = torch.autograd.grad(losses.sum(), hidden)
+    (want,) = torch.autograd.grad(expected.sum(), alone)
+    assert_close(grad[-4:], want)
+
+
+@pytest.mark.gpu
+def test_cross_entropy_past_2_to_the_31():
+    """Row C10 for whole logits, [524289, 4096] in bf16, and for one row's offset in one launch."""
+    n, V = 524289, 4096
+    logits = torch.randn(n, V, dtype=torch.bfloat16, device="cuda").requires_grad_()
+    targets = torch.randint(0, V, (n,), device="cuda")
+    loss = cross_entropy(logits, targets, reduction="none")
+    alone = logits.detach()[-4:].clone().requires_grad_()
+    expected = cross_entropy(alone, targets[-4:], reduction="none")
+    assert torch.equal(loss[-4:], expected)
+    (grad,) = torch.autograd.grad(loss.sum(), logits)
+    (want,) = torch.autograd.grad(expected.sum(), alone)
+    assert torch.equal(grad[-4:], want)
+    far = logits.detach().as_strided((2, V), (2**31 + 8 - V, 1))
+    assert torch.equal(
+        cross_entropy(far, targets[:2], reduction="none")[1],
+        cross_entropy(far[1].clone(), targets[1], reduction="none"),
+    )
+
+
+@pytest.mark.gpu
+def test_captured_in_a_cuda_graph():
+    """Nothing is read back to the host, forward or backward."""
+    hidden, weight, targets = example(1000, 64, 5000, torch.bfloat16)
+
+    def step() -> tuple[Tensor, ...]:
+        loss = linear_cross_entropy(hidden, weight, targets)
+        return loss, *torch.autograd.grad(loss, (hidden, weight))
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        hidden.copy_(torch.randn_like(hidden))
+    graph.replay()
+    for replayed, eager in zip(captured, step(), strict=True):
+        assert torch.equal(replayed, eager)
+
+
+@pytest.mark.gpu
+def test_a_target_that_is_no_class_gives_nan():
+    """A look at the targets would stall the GPU; plain PyTorch asserts and ends the process."""
+    hidden, weight, targets = example(8, 16, 50, torch.bfloat16)
+    targets[0] = 50
+    assert linear_cross_entropy(hidden, weight, targets).isnan()
