@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -25,6 +28,15 @@ class OpsReport(harness.Report):
     """A report with a table per op in place of one; `data` holds all rows for the JSON."""
 
     sections: list[tuple[str, list[str], list[list[str]]]] = field(default_factory=list)
+
+    def write(self, json_path: Path | None, markdown_path: Path | None) -> None:
+        """Write the files that were asked for; in the JSON a measured row is a line."""
+        super().write(None, markdown_path)
+        if json_path is not None:
+            found = harness.plain({k: v for k, v in asdict(self).items() if k != "sections"})
+            text = json.dumps(found, separators=(",", ":"))
+            json_path.parent.mkdir(parents=True, exist_ok=True)
+            json_path.write_text(text.replace('{"op":', '\n{"op":') + "\n")
 
     def table(self, form: str = "simple") -> str:
         """Return the tables of all sections under their titles."""
@@ -326,6 +338,6 @@ def row_data(rows: Rows, row: Measured) -> dict[str, Any]:
         "note": row.note,
         "missing": row.missing,
         "error": row.error,
-        "blocks_ms": row.blocks,
+        "visits_us": [[round(1e3 * statistics.median(v), 3) for v in b] for b in row.blocks],
         **{f"time_over_{p}": asdict(r) if r else None for p, r in ratios.items()},
     }

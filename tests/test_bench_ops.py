@@ -332,13 +332,14 @@ def test_report_ops_end_to_end(tmp_path, capsys):
     files = [str(tmp_path / f"r.{kind}") for kind in ("json", "md", "png")]
     paths = ["--json", files[0], "--markdown", files[1], "--plot", files[2]]
     assert report_ops.main([*flags, *paths]) == 0, capsys.readouterr().out
-    found = json.loads(Path(files[0]).read_text())
+    lines = Path(files[0]).read_text().splitlines()
+    found = json.loads("".join(lines))
     rows = found["data"]["rows"]
-    assert {row["op"] for row in rows} == set(BENCHES)
+    assert {row["op"] for row in rows} == set(BENCHES) and len(lines) == len(rows) + 1
     for row in rows:
         assert row["error"] is None
         assert row["missing"] or row["time_us"]["p20"] <= row["time_us"]["p50"]
-        assert row["missing"] or [len(visits) for visits in row["blocks_ms"]] == [2, 2]
+        assert row["missing"] or [len(block) for block in row["visits_us"]] == [2, 2]
     ours = [row for row in rows if row["provider"] == "xtrain" and not row["missing"]]
     assert {row["op"] for row in ours} >= set(OPS) & set(BENCHES)
     assert all(row["error_ratio"] <= 2 for row in ours)
