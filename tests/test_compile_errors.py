@@ -95,7 +95,7 @@ def test_dropout_none_takes_our_models_configuration_and_0_of_others():
     compiled = xtrain.compile(Foreign(), backend="eager")
     assert compiled(tokens()).unique().tolist() == [15.0]
     report = compiled.report()
-    assert (report.sites, report.num_train_graphs, report.num_eval_graphs) == ([], 0, 1)
+    assert (report.sites, report.num_train_graphs, report.num_eval_graphs) == ([], 1, 0)
 
 
 # --- strict -------------------------------------------------------------------------------------

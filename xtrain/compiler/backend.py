@@ -19,11 +19,12 @@ from xtrain.passes.residual_sites import find_cut_adds
 
 
 class Backend:
-    """What Dynamo calls with each graph of one mode (training with dropout, or without)."""
+    """What Dynamo calls with each graph of one mode, training or evaluation."""
 
     def __init__(self, session: Session, *, training: bool):
         self.session = session
         self.training = training
+        self.drops = training and session.options.dropout > 0
         # Dynamo shows this name in logs and errors.
         self.__name__ = "xtrain_train" if training else "xtrain_eval"
 
@@ -40,8 +41,8 @@ class Backend:
         )
         inputs = list(example_inputs)
         inserted = InsertResult()
-        to_run = self._passes(inserted)
-        if not to_run:  # evaluation without passes of the user's: the graph as Dynamo traced it
+        to_run = self._passes(inserted, on_cuda=torch_compat.any_on_cuda(inputs))
+        if not to_run:  # nothing to drop, to swap or of the user's: the graph as Dynamo traced it
             return self._compile(inner, module, inputs, "")
         key = passes.cache_key(to_run, (options.backend, options.kernels))
         module = fx_utils.clone_graph(module)
@@ -52,8 +53,10 @@ class Backend:
         swap = functools.partial(
             run_normalised, session, to_run=second, dump_dir=dump_dir, num_before=len(first)
         )
-        if not self.training:
-            return self._compile(inner, swap(module)[0], inputs, key)
+        if not self.drops:
+            module, swapped = swap(module)
+            report.passes += [*results, *swapped] if self.training else []
+            return self._compile(inner, module, inputs, key)
         report.passes += results
         unseeded = [
             line.replace(f"{ENTRY_ROOT}.", "").replace(ENTRY_ROOT, "the model")
@@ -71,7 +74,7 @@ class Backend:
         compiled = self._compile(inner, module, inputs, key)
         return seeds.feed(compiled) if seeds.num_rows else seeds.watch(compiled)
 
-    def _passes(self, inserted: InsertResult) -> list[passes.Pass]:
+    def _passes(self, inserted: InsertResult, *, on_cuda: bool) -> list[passes.Pass]:
         """The passes of this mode in running order; `inserted` receives the sites."""
         options = self.session.options
 
@@ -92,7 +95,7 @@ class Backend:
         )
         every = [insertion, *passes_of_normalised_graph(self.session)]
         ordered = passes.order(every, options.passes, options.disable_passes)
-        return wanted(self.session, ordered, training=self.training)
+        return wanted(self.session, ordered, training=self.training, on_cuda=on_cuda)
 
     def _dump_dir(self) -> Path | None:
         """The folder for this graph's dumps, made if there is to be one."""

@@ -118,9 +118,9 @@ class CompiledModel(nn.Module):
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         session: Session = self._session
-        training = self._inner.training and session.options.dropout > 0
+        training = self._inner.training
         tensors = entries.tensors_in(args, kwargs)
-        call = self._begin(tensors) if training else None
+        call = self._begin(tensors) if training and session.options.dropout > 0 else None
         session.shapes.note(tensors)
         session.shapes.mark(tensors)
         with _running(session, call), _clean_errors():

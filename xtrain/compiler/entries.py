@@ -82,8 +82,7 @@ class _BlockForward:
         recomputing = not session.is_running and torch_compat.in_backward()
         if not session.is_running and not recomputing:
             return type(self._block).forward(self._block, *args, **kwargs)
-        training = self._block.training and session.options.dropout > 0
-        entry = functools.partial(self._entries[training], self._block)
+        entry = functools.partial(self._entries[self._block.training], self._block)
         session.shapes.mark(tensors_in(args, kwargs))
         with session.running_block(self._path):
             if recomputing:

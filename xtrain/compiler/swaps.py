@@ -48,14 +48,22 @@ def passes_of_normalised_graph(session: Session) -> list[passes.Pass]:
     return [*entries, passes.Pass(name, remove_noop_views, remove_noop_views, normalised=True)]
 
 
-def wanted(session: Session, every: Sequence[passes.Pass], *, training: bool) -> list[passes.Pass]:
-    """Return those of the ordered passes that this mode and these options call for."""
+def wanted(
+    session: Session, every: Sequence[passes.Pass], *, training: bool, on_cuda: bool
+) -> list[passes.Pass]:
+    """Return those of the ordered passes that this mode and these options call for.
+
+    On the CPU there are no kernels, only what inductor makes of an op's decomposition: without
+    dropout that gains nothing, and the graph is left to the bit unless kernels="triton" asks.
+    """
     options = session.options
-    swaps = training and options.kernels != "off" and options.backend != "eager"
+    drops = training and options.dropout > 0
+    gains = drops or on_cuda or options.kernels == "triton"
+    swaps = training and gains and options.kernels != "off" and options.backend != "eager"
     asked = any(p.normalised and p.name not in passes.PASSES for p in every)
     chosen = []
     for entry in every:
-        if entry.name == passes.INSERT_RESIDUAL_DROPOUT and not training:
+        if entry.name == passes.INSERT_RESIDUAL_DROPOUT and not drops:
             continue
         ours = entry.normalised and entry.name in passes.PASSES
         if not ours or swaps or (asked and entry.name == passes.NORMALISE):

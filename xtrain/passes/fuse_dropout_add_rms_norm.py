@@ -21,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from xtrain.ops import OPS
 from xtrain.passes.forms import Forms, emit, emit_getitem, emit_op, erase_unread, values_of
-from xtrain.passes.fx_utils import DROPOUT, op_name, tensor_meta
+from xtrain.passes.fx_utils import DROPOUT, op_name, operand, tensor_meta
 from xtrain.passes.match import Refused, Writes, add_of, dtype_of, known_dtype
 from xtrain.passes.result import PassResult
 from xtrain.passes.swap import swap_each
@@ -55,11 +55,11 @@ def _fuse(norm: fx.Node, h: fx.Node, addends: tuple[Any, Any], forms: Forms) -> 
     graph = norm.graph
     x, residual = _branch_first(addends)
     _check(h, x, residual)
-    _, weight, eps, cast = norm.args
+    _, weight, eps, cast = norm.args[:4]
     assert isinstance(weight, fx.Node)
     if weight.op not in ("placeholder", "get_attr") and not _stands_before(weight, h):
         raise Refused("the norm's weight is computed only behind the add")
-    y_dtype = norm.kwargs.get("out_dtype")
+    y_dtype = operand(norm, 4, "out_dtype")
     dropped = x if _is_dropout(x) else None
     with graph.inserting_before(h):
         p: Any = 0.0
@@ -67,7 +67,7 @@ def _fuse(norm: fx.Node, h: fx.Node, addends: tuple[Any, Any], forms: Forms) -> 
         if dropped is not None:
             x, p, seed, offset = dropped.args  # type: ignore[assignment]
         else:
-            seed = offset = _zero(graph, h)
+            seed = offset = _zero(graph, x)
         values = values_of((x, residual, weight, p, seed, offset, eps))
         options = {} if y_dtype is None else {"y_dtype": y_dtype}
         opaque, form = forms.choose(OP, *values, cast=cast)
@@ -121,9 +121,5 @@ def _stands_before(node: fx.Node, other: fx.Node) -> bool:
 
 
 def _zero(graph: fx.Graph, like: fx.Node) -> fx.Node:
-    """A seed for p = 0, which is never read."""
-    value = tensor_meta(like)
-    assert value is not None
-    return emit(
-        graph, torch.ops.aten.zeros.default, ([],), like, dtype=torch.int64, device=value.device
-    )
+    """A seed for p = 0, which is never read, on the device of `like`."""
+    return emit(graph, torch.ops.aten.new_zeros.default, (like, []), like, dtype=torch.int64)
