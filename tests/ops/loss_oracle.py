@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 IGNORE = -100
+SHAPE, D, V = (3, 5), 6, 11
 
 
 def numpy_cross_entropy(
@@ -63,3 +64,15 @@ def plain_linear_cross_entropy(
     if reduction == "none":
         return losses.view(targets.shape)
     return losses.sum() if reduction == "sum" else losses.sum() / weights.sum()
+
+
+def head_and_targets(
+    shape=SHAPE, D=D, V=V, dtype=torch.float64, device="cpu"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits of size 3 or so; every fourth token ignored."""
+    hidden = torch.randn(*shape, D, dtype=torch.float64)
+    weight = 3 / math.sqrt(max(D, 1)) * torch.randn(V, D, dtype=torch.float64)
+    targets = torch.randint(0, V, shape)
+    targets.view(-1)[1::4] = IGNORE
+    hidden, weight = (x.to(device, dtype).requires_grad_() for x in (hidden, weight))
+    return hidden, weight, targets.to(device)

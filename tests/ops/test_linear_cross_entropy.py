@@ -8,9 +8,16 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from loss_oracle import IGNORE, numpy_cross_entropy, plain_linear_cross_entropy
-from tolerances import assert_close, assert_no_worse_than_plain, max_error
+from loss_oracle import (
+    IGNORE,
+    SHAPE,
+    D,
+    V,
+    head_and_targets,
+    numpy_cross_entropy,
+    plain_linear_cross_entropy,
+)
+from tolerances import assert_close, assert_no_worse_than_plain
 from torch import Tensor
 
 import xtrain.ops.linear_cross_entropy_chunks as chunks
@@ -18,21 +25,6 @@ from xtrain.ops import OPS, linear_cross_entropy
 from xtrain.ops.linear_cross_entropy import linear_cross_entropy_reference
 
 OP = OPS["linear_cross_entropy"]
-SHAPE, D, V = (3, 5), 6, 11
-
-
-def example(
-    shape=SHAPE, D=D, V=V, dtype=torch.float64, device="cpu"
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits of size 3 or so; every fourth token ignored."""
-    hidden = torch.randn(*shape, D, dtype=torch.float64)
-    weight = 3 / math.sqrt(max(D, 1)) * torch.randn(V, D, dtype=torch.float64)
-    targets = torch.randint(0, V, shape)
-    targets.view(-1)[1::4] = IGNORE
-    hidden, weight = (x.to(device, dtype).requires_grad_() for x in (hidden, weight))
-    return hidden, weight, targets.to(device)
-
-
 OPTIONS = [
     {"label_smoothing": s, "z_loss": z, "softcap": cap, "reduction": r}
     for r, (s, z, cap) in product(
@@ -49,7 +41,7 @@ def cut(monkeypatch):
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_forward(options, cut):
-    hidden, weight, targets = example()
+    hidden, weight, targets = head_and_targets()
     plain = dict(options)
     softcap = plain.pop("softcap")
     logits = hidden.detach().numpy() @ weight.detach().numpy().T
@@ -67,7 +59,7 @@ def test_forward(options, cut):
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_backward(options, cut, device):
     """Finite differences, and autograd through plain PyTorch with other upstream numbers."""
-    hidden, weight, targets = example(device=device)
+    hidden, weight, targets = head_and_targets(device=device)
     weights = torch.rand(SHAPE, dtype=torch.float64, device=device)
     for token_weights, rows in product((None, weights), (1000, 4)):
         cut(rows)
@@ -93,7 +85,7 @@ UPSTREAM = {"one": 1.0, "3.7": 3.7, "per token": None}
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_no_worse_than_plain(dtype, upstream, device):
     """Whatever the upstream number, errors against fp64 as in the same dtype by plain PyTorch."""
-    hidden, weight, targets = example((8, 16), 48, 300, dtype, device)
+    hidden, weight, targets = head_and_targets((8, 16), 48, 300, dtype, device)
     options = {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 8.0}
     options["reduction"] = "none" if UPSTREAM[upstream] is None else "mean"
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
@@ -115,7 +107,7 @@ def test_no_worse_than_plain(dtype, upstream, device):
 
 def test_fp16_gradients_survive_a_loss_scale(device):
     """Without the scale p / T is below fp16's smallest number: it must not be rounded before."""
-    hidden, weight, targets = example((512,), 16, 400, torch.float16, device)
+    hidden, weight, targets = head_and_targets((512,), 16, 400, torch.float16, device)
     weight = (weight / 3).detach().requires_grad_()
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     scale = torch.tensor(65536.0, device=device)
@@ -147,7 +139,7 @@ def test_a_sum_of_small_terms_needs_fp32(device):
 
 
 def test_error_does_not_grow_with_the_number_of_chunks(monkeypatch, device):
-    hidden, weight, targets = example((1024,), 32, 64, torch.bfloat16, device)
+    hidden, weight, targets = head_and_targets((1024,), 32, 64, torch.bfloat16, device)
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     (truth,) = torch.autograd.grad(
         plain_linear_cross_entropy(*exact, targets, reduction="sum"), exact[1]
@@ -186,7 +178,7 @@ def test_products(grad_mode, reduction, frozen, expected, monkeypatch):
     monkeypatch.setattr(
         chunks, "product_into", lambda *a, **k: made.append(1) or product_into(*a, **k)
     )
-    hidden, weight, targets = example()
+    hidden, weight, targets = head_and_targets()
     if frozen is not None:
         (hidden if frozen == "hidden" else weight).requires_grad_(False)
     with torch.set_grad_enabled(grad_mode):
@@ -207,7 +199,7 @@ def test_logits_are_never_whole_nor_saved(monkeypatch):
         chunks, "rows_by_torch", lambda x, *a: seen.append(x.shape[0]) or rows_by_torch(x, *a)
     )
     saved: list[Tensor] = []
-    hidden, weight, targets = example((30,), 4, 100)
+    hidden, weight, targets = head_and_targets((30,), 4, 100)
     for reduction in ("mean", "none"):
         with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
             loss = linear_cross_entropy(hidden, weight, targets, reduction=reduction)
@@ -218,7 +210,7 @@ def test_logits_are_never_whole_nor_saved(monkeypatch):
 
 def test_backward_leaves_everything_as_it_was(device):
     """Row C20: the same graph twice, other upstream numbers, and then the last time."""
-    hidden, weight, targets = example((16,), 8, 50, torch.bfloat16, device)
+    hidden, weight, targets = head_and_targets((16,), 8, 50, torch.bfloat16, device)
     loss = linear_cross_entropy(hidden, weight, targets)
     one, other = torch.tensor(1.0, device=device), torch.tensor(-0.25, device=device)
     first = torch.autograd.grad(loss, (hidden, weight), one, retain_graph=True)
@@ -234,7 +226,7 @@ def test_backward_leaves_everything_as_it_was(device):
 
 def test_gradients_accumulate_in_leaves(device):
     """A gradient that became weight.grad must not be memory that a later backward scales."""
-    hidden, weight, targets = example((16,), 8, 50, torch.float32, device)
+    hidden, weight, targets = head_and_targets((16,), 8, 50, torch.float32, device)
     loss = linear_cross_entropy(hidden, weight, targets)
     (2.0 * loss).backward(retain_graph=True)
     once = weight.grad.clone()
@@ -248,7 +240,7 @@ def test_gradients_accumulate_in_leaves(device):
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_all_ignored_is_zero_with_zero_gradients(reduction, device):
     """Row C24."""
-    hidden, weight, _ = example(dtype=torch.bfloat16, device=device)
+    hidden, weight, _ = head_and_targets(dtype=torch.bfloat16, device=device)
     targets = torch.full(SHAPE, IGNORE, device=device)
     loss = linear_cross_entropy(
         hidden, weight, targets, z_loss=0.1, label_smoothing=0.1, reduction=reduction, softcap=3.0
@@ -259,7 +251,7 @@ def test_all_ignored_is_zero_with_zero_gradients(reduction, device):
 
 def test_ignored_and_weightless_tokens(device):
     """They change nothing, whatever index marks them and whatever their logits are."""
-    hidden, weight, targets = example((4, 4), device=device)
+    hidden, weight, targets = head_and_targets((4, 4), device=device)
     weights = torch.rand(4, 4, dtype=torch.float64, device=device)
     weights[2, 3] = 0.0
     counts = (targets != IGNORE) & (weights != 0)
@@ -276,100 +268,6 @@ def test_ignored_and_weightless_tokens(device):
     assert (grad[~counts] == 0).all() and (grad[counts] != 0).any(-1).all()
 
 
-# --- compilation ----------------------------------------------------------------------------------
-
-
-def captured(function, *args) -> tuple[list[Tensor], list[torch.fx.GraphModule]]:
-    """Results and gradients of a compiled function, and the graphs that AOTAutograd made."""
-    from torch._dynamo.backends.common import aot_autograd
-
-    graphs: list[torch.fx.GraphModule] = []
-    backend = aot_autograd(
-        fw_compiler=lambda graph, _: graphs.append(graph) or graph,
-        bw_compiler=lambda graph, _: graphs.append(graph) or graph,
-    )
-    out = torch.compile(function, backend=backend, fullgraph=True)(*args)
-    return [out, *torch.autograd.grad(out.sum(), args)], graphs
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_one_node_in_each_graph(reduction, device):
-    """AOTAutograd keeps both ops whole: what it saves is no larger than the weight."""
-    hidden, weight, targets = example((64,), 4, 100, torch.float32, device)
-
-    def head(h, w):
-        return linear_cross_entropy(torch.sin(h), w, targets, reduction=reduction) * 2
-
-    results, (forward, backward) = captured(head, hidden, weight)
-    for graph, op in ((forward, OP.forward), (backward, OP.backward)):
-        assert [node.target for node in graph.graph.nodes].count(op) == 1
-        sizes = [
-            n.meta["val"].numel() for n in graph.graph.nodes if hasattr(n.meta.get("val"), "numel")
-        ]
-        assert max(sizes) == 400 < 64 * 100
-    expected = head(hidden, weight)
-    wants = [expected, *torch.autograd.grad(expected.sum(), (hidden, weight))]
-    for result, want in zip(results, wants, strict=True):
-        assert_close(result, want)
-
-
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-def test_compiled_equals_eager(dynamic, device):
-    weights = torch.rand(SHAPE, device=device)
-    variants = [{"label_smoothing": 0.1, "z_loss": 0.01, "token_weights": weights, "softcap": 4.0}]
-    variants.append({"reduction": "none"})
-    compiled = torch.compile(
-        lambda h, w, t: [linear_cross_entropy(h, w, t, **options) for options in variants],
-        fullgraph=True,
-        dynamic=dynamic,
-    )
-    hidden, weight, targets = example(dtype=torch.float32, device=device)
-    outs = compiled(hidden, weight, targets)
-    wants = [linear_cross_entropy(hidden, weight, targets, **options) for options in variants]
-    dys = [torch.rand_like(want) for want in wants]
-    for out, want in zip(outs, wants, strict=True):
-        assert_close(out, want)
-    grads = torch.autograd.grad(outs, (hidden, weight), dys)
-    expected = torch.autograd.grad(wants, (hidden, weight), dys)
-    for grad, want in zip(grads, expected, strict=True):
-        assert_close(grad, want)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_decomposition_in_inductor(reduction, device):
-    """The see-through form, which public calls do not take."""
-    hidden, weight, targets = example((5,), dtype=torch.float32, device=device)
-    made = reduction != "none"
-    options = (IGNORE, 0.1, 0.01, 4.0, reduction, made, made, "fp32")
-
-    def loss(h, w):
-        return OP.forward(h, w, targets, None, *options)[0]
-
-    out, want = torch.compile(loss, fullgraph=True)(hidden, weight), loss(hidden, weight)
-    assert_close(out, want)
-    dy = torch.rand_like(out)
-    grads = torch.autograd.grad(out, (hidden, weight), dy)
-    for grad, expected in zip(grads, torch.autograd.grad(want, (hidden, weight), dy), strict=True):
-        assert_close(grad, expected)
-
-
-def test_autocast_casts_as_linear(device):
-    """Under autocast weights are fp32 and hidden may be either; F.linear makes both bf16."""
-    hidden, weight, targets = example((64,), 16, 100, torch.float32, device)
-    for h in (hidden, hidden.bfloat16()):
-        with torch.autocast(device.type, torch.bfloat16):
-            loss = linear_cross_entropy(h, weight, targets)
-            plain = F.cross_entropy(F.linear(h, weight).float(), targets)
-        exact = linear_cross_entropy(hidden.bfloat16(), weight.bfloat16(), targets)
-        assert torch.equal(loss, exact)
-        assert max_error(loss, plain) < 2e-2
-        grads = torch.autograd.grad(loss, (hidden, weight))
-        assert [g.dtype for g in grads] == [torch.float32, torch.float32]
-        wants = torch.autograd.grad(plain, (hidden, weight))
-        for grad, want in zip(grads, wants, strict=True):
-            assert max_error(grad, want) <= 2.0**-6 * float(want.abs().max())
-
-
 # --- shapes, layouts, errors ----------------------------------------------------------------------
 
 
@@ -379,7 +277,7 @@ def test_autocast_casts_as_linear(device):
     + [((3,), 2, 50257), ((2,), 7, 8193)],
 )
 def test_edge_shapes(shape, D, V, device):
-    hidden, weight, targets = example(shape, D, V, torch.float32, device)
+    hidden, weight, targets = head_and_targets(shape, D, V, torch.float32, device)
     for reduction in ("mean", "sum", "none"):
         loss = linear_cross_entropy(hidden, weight, targets, reduction=reduction)
         expected = linear_cross_entropy_reference(hidden, weight, targets, reduction=reduction)
@@ -392,7 +290,7 @@ def test_edge_shapes(shape, D, V, device):
 
 def test_opcheck_strided():
     """A shifted view, a transposed weight, an expanded gradient."""
-    whole, _, targets = example((3, 6))
+    whole, _, targets = head_and_targets((3, 6))
     weight = torch.randn(D, V, dtype=torch.float64).t().requires_grad_()
     hidden, targets = whole.detach()[:, :-1].requires_grad_(), targets[:, 1:]
     options = (IGNORE, 0.1, 0.01, 3.0)
@@ -411,7 +309,7 @@ def test_opcheck_strided():
 
 
 def test_errors():
-    hidden, weight, targets = example()
+    hidden, weight, targets = head_and_targets()
     outside = targets.clone()
     outside[1, 2] = V
     weights = torch.ones(SHAPE, requires_grad=True)

@@ -221,41 +221,39 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor | Non
     if grad_loss is None:
         return (None, None, *nothing)
     needs = ctx.needs_input_grad[:2]
-    if ctx.made and may_reuse(ctx, grad_loss):
-        grads = _scaled_in_place(ctx, grad_loss)
+    saved = ctx.saved_tensors  # once: activation checkpointing hands them out a single time
+    if ctx.made and may_reuse(saved, grad_loss, ctx.dtype):
+        grads = _scaled_in_place(saved, grad_loss, ctx.dtype)
     else:
+        # a product with one number is fused where it is used; products of matrices stay calls
+        opaque = ctx.opaque and not ctx.made
         grads = BACKWARD(
-            grad_loss,
-            *ctx.saved_tensors,
-            *ctx.options,
-            *needs,
-            ctx.accumulation,
-            ctx.dtype,
-            ctx.opaque and not ctx.made,  # a product with one number is fused where it is used
+            grad_loss, *saved, *ctx.options, *needs, ctx.accumulation, ctx.dtype, opaque
         )
     return (*(g if wanted else None for g, wanted in zip(grads, needs, strict=True)), *nothing)
 
 
-def _scaled_in_place(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, Tensor]:
+def _scaled_in_place(
+    saved: tuple[Tensor, ...], grad_loss: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Return the held gradients themselves, multiplied where they lie."""
-    *_, factor, grad_hidden, grad_weight = ctx.saved_tensors
-    upstream = upstream_of(grad_loss, factor, ctx.dtype)
+    *_, factor, grad_hidden, grad_weight = saved
+    upstream = upstream_of(grad_loss, factor, dtype)
     scale = import_module("xtrain.ops.triton.linear_cross_entropy").scale
     with torch.cuda.device_of(grad_loss):
         return scale(grad_hidden, upstream, grad_hidden), scale(grad_weight, upstream, grad_weight)
 
 
-def may_reuse(ctx: Any, grad_loss: Tensor) -> bool:
+def may_reuse(saved: tuple[Tensor, ...], grad_loss: Tensor, dtype: torch.dtype) -> bool:
     """Return whether backward may hand out the memory of the gradients that the forward made.
 
     Outside of graphs that is so when this backward frees the saved tensors: nobody else has seen
     them, and a second backward is an error. Traced or observed calls take the op, which is pure.
     """
-    saved = ctx.saved_tensors[-2:]
     return (
         grad_loss.is_cuda
-        and held_dtype(ctx.dtype) == ctx.dtype
-        and all(type(t) is Tensor and why_no_kernel(t) is None for t in (grad_loss, *saved))
+        and held_dtype(dtype) == dtype
+        and all(type(t) is Tensor and why_no_kernel(t) is None for t in (grad_loss, *saved[-2:]))
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._autograd._get_current_graph_task_keep_graph()
     )
