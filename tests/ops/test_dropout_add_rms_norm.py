@@ -198,8 +198,24 @@ def test_backward_of_one_output(missing, device):
 def test_backward_of_no_gradient_is_zero(device):
     x, _, weight, *_ = draw((3, 8), (FP32,) * 3, device)
     random = 0.3, scalar(1, device), scalar(0, device)
-    for grad in BACKWARD(x, weight, None, None, *random, EPS, "llama", BF16, FP32):
+    for grad in BACKWARD(x, weight, None, [], *random, EPS, "llama", BF16, FP32):
         assert grad.abs().sum() == 0
+
+
+def test_backward_adds_the_gradients_of_several_users(device):
+    """In fp32, not in the users' dtype, whatever their number."""
+    x, residual, weight, dh, _ = draw((6, 5, 129), (BF16, FP32, FP32), device)
+    h, _ = ours(x, residual, weight, 0.3, "llama")
+    random = 0.3, scalar(SEED, device), scalar(OFFSET, device)
+    for number in (1, 2, 3, 4):
+        users = [torch.randn(h.shape, device=device).to(BF16) for _ in range(number)]
+        outs = BACKWARD(h, weight, dh, users, *random, EPS, "llama", BF16, FP32)
+        total = sum(user.float() for user in users)
+        right = BACKWARD(h, weight, dh, [total], *random, EPS, "llama", BF16, FP32)
+        for out, expected in zip(outs, right, strict=True):
+            torch.testing.assert_close(
+                out, expected, rtol=8e-3 if out.dtype == BF16 else 1e-5, atol=1e-5
+            )
 
 
 def test_backward_does_not_materialise_a_missing_gradient(device):
@@ -218,14 +234,14 @@ def test_backward_does_not_materialise_a_missing_gradient(device):
     with Record() as record:
         y.sum().backward()
     ((_, _, grad_h, grad_y, *_),) = record.calls
-    assert grad_h is None and grad_y is not None
+    assert grad_h is None and len(grad_y) == 1
 
 
 def test_backward_gradients_never_share_memory(device):
     """p = 0 in one dtype makes grad_x and grad_residual equal: still two tensors."""
     x, residual, weight, dh, dy = draw((4, 16), (FP32,) * 3, device)
     for p in (0.0, 0.5):
-        for grads in ((dh, dy), (dh, None)):
+        for grads in ((dh, [dy]), (dh, [])):
             random = p, scalar(1, device), scalar(0, device)
             outs = BACKWARD(x, weight, *grads, *random, EPS, "llama", FP32, FP32)
             pointers = {t.data_ptr() for t in (*outs, x, weight, dh, dy)}

@@ -4,7 +4,8 @@
     h = residual + d                         rounded to the dtype that x and residual promote to
     y = rms_norm(h, weight, eps, cast)       rounded as the norm says, then to y_dtype if given
 
-Backward of (grad_h, grad_y), either of which may be missing:
+Backward of (grad_h, grad_y), either of which may be missing; grad_y may come as several tensors,
+one for each user of y, to be added in c:
 
     g             = grad_h + (gradient of the norm at h for grad_y)      in c, not rounded between
     grad_residual = g
@@ -15,6 +16,7 @@ It reads h and weight: the mask comes from seed and offset again, the row's 1 / 
 
 from __future__ import annotations
 
+import functools
 from importlib import import_module
 from typing import Any
 
@@ -39,12 +41,14 @@ from xtrain.ops.rms_norm import check_inputs as check_norm_inputs
 from xtrain.ops.rms_norm import (
     gradients,
     norm_dtype,
+    prefers_row_kernel,
     rms_norm_decomposition,
     rms_norm_reference,
     row_kernel_refuses,
 )
 
 Dtype = torch.dtype
+KERNEL_GRADS = 3  # as many gradients of y as the backward kernel adds up
 
 
 def dropout_add_rms_norm_reference(
@@ -85,7 +89,7 @@ def dropout_add_rms_norm_backward_decomposition(
     h: Tensor,
     weight: Tensor,
     grad_h: Tensor | None,
-    grad_y: Tensor | None,
+    grad_y: list[Tensor],
     p: float,
     seed: Tensor,
     offset: Tensor,
@@ -96,8 +100,9 @@ def dropout_add_rms_norm_backward_decomposition(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (grad_x, grad_residual, grad_weight) by the formulas above."""
     c = compute_dtype(torch.promote_types(h.dtype, weight.dtype))
-    if grad_y is not None:
-        grad, grad_weight = gradients(grad_y, h, weight, eps, cast)
+    if grad_y:
+        total = functools.reduce(torch.add, [g.contiguous().to(c) for g in grad_y])
+        grad, grad_weight = gradients(total, h, weight, eps, cast)
         if grad_h is not None:
             grad = grad_h.contiguous().to(c) + grad
     else:
@@ -157,7 +162,7 @@ def prefers_kernel(
     cast: str = "llama",
 ) -> bool:
     """Return whether, under inductor, the kernel is the faster form."""
-    return False
+    return prefers_row_kernel(x, residual, weight)
 
 
 def _dtypes(
@@ -232,7 +237,7 @@ def _backward_fake(
     h: Tensor,
     weight: Tensor,
     grad_h: Tensor | None,
-    grad_y: Tensor | None,
+    grad_y: list[Tensor],
     p: float,
     seed: Tensor,
     offset: Tensor,
@@ -249,18 +254,19 @@ def _backward_fake(
 
 
 def _backward_eager(
-    h: Tensor, weight: Tensor, grad_h: Tensor | None, grad_y: Tensor | None, *rest: Any
+    h: Tensor, weight: Tensor, grad_h: Tensor | None, grad_y: list[Tensor], *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad_h, grad_y = (None if grad is None else contiguous(grad) for grad in (grad_h, grad_y))
+    grad_h = None if grad_h is None else contiguous(grad_h)
+    grads = grad_h, [contiguous(grad) for grad in grad_y]
     dense = contiguous(h), contiguous(weight)
-    return dropout_add_rms_norm_backward_decomposition(*dense, grad_h, grad_y, *rest)
+    return dropout_add_rms_norm_backward_decomposition(*dense, *grads, *rest)
 
 
 def _backward_cuda(
     h: Tensor,
     weight: Tensor,
     grad_h: Tensor | None,
-    grad_y: Tensor | None,
+    grad_y: list[Tensor],
     p: float,
     seed: Tensor,
     offset: Tensor,
@@ -269,16 +275,20 @@ def _backward_cuda(
     x_dtype: Dtype,
     residual_dtype: Dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    given = {"h": h, "weight": weight, "grad_h": grad_h, "grad_y": grad_y}
-    refused = row_kernel_refuses(**{name: t for name, t in given.items() if t is not None})
-    if h.numel() == 0 or grad_y is None or refused is not None:
+    given = {"h": h, "weight": weight} | {f"grad_y[{i}]": g for i, g in enumerate(grad_y)}
+    refused = row_kernel_refuses(**given, **({} if grad_h is None else {"grad_h": grad_h}))
+    if h.numel() == 0 or not grad_y or refused is not None:
         rest = p, seed, offset, eps, cast, x_dtype, residual_dtype
         return _backward_eager(h, weight, grad_h, grad_y, *rest)
-    dense = grad_y.contiguous(), h.contiguous(), weight.contiguous()
+    if len(grad_y) > KERNEL_GRADS:
+        rest_of_them = [grad.float() for grad in grad_y[KERNEL_GRADS - 1 :]]
+        grad_y = [*grad_y[: KERNEL_GRADS - 1], functools.reduce(torch.add, rest_of_them)]
+    grads = [grad.contiguous() for grad in grad_y]
     random = threshold_of(p), scale_of(p), seed, offset
     launch = import_module("xtrain.ops.triton.dropout_add_rms_norm").dropout_add_rms_norm_bwd
     grad_h = None if grad_h is None else grad_h.contiguous()
-    return launch(grad_h, *dense, *random, eps, cast == "llama", x_dtype, residual_dtype)
+    dense = h.contiguous(), weight.contiguous()
+    return launch(grad_h, grads, *dense, *random, eps, cast == "llama", x_dtype, residual_dtype)
 
 
 FORWARD = registry.define_op(
@@ -291,9 +301,10 @@ FORWARD = registry.define_op(
     cuda=_cuda,
 )
 # h first, not the gradients as elsewhere: the launch goes to the GPU of the first argument, and
-# either gradient may be None.
+# either gradient may be missing. grad_y is a list so that a pass may hand over what autograd would
+# add up, in the users' dtype, in kernels of its own.
 BACKWARD = registry.define_op(
-    "dropout_add_rms_norm_backward(Tensor h, Tensor weight, Tensor? grad_h, Tensor? grad_y, "
+    "dropout_add_rms_norm_backward(Tensor h, Tensor weight, Tensor? grad_h, Tensor[] grad_y, "
     "float p, Tensor seed, Tensor offset, float eps, str cast, ScalarType x_dtype, "
     "ScalarType residual_dtype, bool opaque=False) -> (Tensor, Tensor, Tensor)",
     fake=_backward_fake,
@@ -313,7 +324,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 def _backward(ctx: Any, grad_h: Tensor | None, grad_y: Tensor | None) -> tuple[Tensor | None, ...]:
     h, weight, seed, offset = ctx.saved_tensors
     arguments = ctx.p, seed, offset, ctx.eps, ctx.cast, *ctx.dtypes, ctx.opaque
-    return *BACKWARD(h, weight, grad_h, grad_y, *arguments), *[None] * 7
+    grads = BACKWARD(h, weight, grad_h, [] if grad_y is None else [grad_y], *arguments)
+    return *grads, *[None] * 7
 
 
 registry.define_autograd(FORWARD, _backward, _setup_context)

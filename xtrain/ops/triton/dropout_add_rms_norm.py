@@ -1,9 +1,11 @@
 """Dropout of a branch, the residual sum and the next RMS norm in one pass, forward and backward.
 
-Tiling:   as in rms_norm.py beside this file: whole rows in registers, one tile per program forward,
-          a fixed number of programs walking all tiles backward.
+Tiling:   whole rows in registers, as in rows.py beside this file: one tile per program forward, a
+          fixed number of programs walking all tiles backward.
 Bytes:    forward x, residual read, h, y written; backward grad_h, grad_y, h read, grad_x,
-          grad_residual written. Seed and offset (16) are read by pointer; no mask is kept.
+          grad_residual written. Where y has up to three users, their gradients are read one by one
+          and summed here in fp32: their sum is never written. Seed and offset (16) are read by
+          pointer; no mask is kept.
 Random:   key and counter as in splitmix64.py beside this file; element (row, col) has the flat
           index row * D + col, so that the mask is that of `dropout` whatever the tile.
 Numerics: the dropped-out branch is rounded to x's dtype before it is added, and h to its own before
@@ -16,6 +18,7 @@ Numerics: the dropped-out branch is rounded to x's dtype before it is added, and
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -24,22 +27,22 @@ import triton.language as tl
 from torch import Tensor
 
 from xtrain.ops.triton.casts import rounded, widened
-from xtrain.ops.triton.rms_norm import (
+from xtrain.ops.triton.rms_norm import norm_gradients, norm_slopes, weighted
+from xtrain.ops.triton.rows import (
+    added,
+    backward_block_sizes,
     chunk_cols,
+    forward_block_sizes,
     is_even,
     load_tile,
     load_weight,
-    norm_gradients,
-    norm_slopes,
     num_programs,
-    row_block_sizes,
     store_chunk,
     store_partials,
     sum_partials,
     triton_dtype,
-    weighted,
 )
-from xtrain.ops.triton.splitmix64 import GAMMA, counter, dropped_out, keeps
+from xtrain.ops.triton.splitmix64 import GAMMA, dropped_out, keeps
 
 
 @triton.jit
@@ -59,7 +62,7 @@ def chunk_keeps(
     """
     cols = chunk_cols(chunk, CHUNK, VEC)
     row_counter = (offset + (rows * N_COLS).to(tl.uint64)) * GAMMA
-    return keeps(seed ^ (row_counter[:, None] + counter(cols, VEC)[None, :]), last_dropped)
+    return keeps(seed, row_counter[:, None], cols[None, :], last_dropped, VEC)
 
 
 @triton.jit
@@ -114,6 +117,8 @@ def _dropout_add_rms_norm_fwd_kernel(
 def _dropout_add_rms_norm_bwd_kernel(
     grad_h_ptr,
     grad_y_ptr,
+    grad_y1_ptr,
+    grad_y2_ptr,
     h_ptr,
     weight_ptr,
     seed_ptr,
@@ -127,6 +132,7 @@ def _dropout_add_rms_norm_bwd_kernel(
     scale,
     DROPS: tl.constexpr,
     HAS_GRAD_H: tl.constexpr,
+    NUM_GRAD_Y: tl.constexpr,
     N_COLS: tl.constexpr,
     LLAMA: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -144,14 +150,20 @@ def _dropout_add_rms_norm_bwd_kernel(
     grad_weight = ()
     for _chunk in tl.static_range(NUM_CHUNKS):
         grad_weight = grad_weight + (tl.zeros([BLOCK_ROWS, CHUNK], tl.float32),)
-    first, n_tiles = tl.program_id(0).to(tl.int64), tl.cdiv(n_rows, BLOCK_ROWS)
-    for tile in tl.range(first, n_tiles, tl.num_programs(0), num_stages=NUM_STAGES):
+    n_tiles = tl.cdiv(n_rows, BLOCK_ROWS)
+    for tile in tl.range(tl.program_id(0), n_tiles, tl.num_programs(0), num_stages=NUM_STAGES):
         rows = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS).to(tl.int64)
         h = load_tile(h_ptr, rows, n_rows, N_COLS, CHUNK, NUM_CHUNKS, VEC, EVEN)
         grad_y = load_tile(grad_y_ptr, rows, n_rows, N_COLS, CHUNK, NUM_CHUNKS, VEC, EVEN)
+        if NUM_GRAD_Y > 1:
+            more = load_tile(grad_y1_ptr, rows, n_rows, N_COLS, CHUNK, NUM_CHUNKS, VEC, EVEN)
+            grad_y = added(grad_y, more)
+        if NUM_GRAD_Y > 2:
+            more = load_tile(grad_y2_ptr, rows, n_rows, N_COLS, CHUNK, NUM_CHUNKS, VEC, EVEN)
+            grad_y = added(grad_y, more)
         if HAS_GRAD_H:
             grad_h = load_tile(grad_h_ptr, rows, n_rows, N_COLS, CHUNK, NUM_CHUNKS, VEC, EVEN)
-        rstd, slope = norm_slopes(h, grad_y, weight, eps, N_COLS, LLAMA)
+        rstd, slope = norm_slopes(h, grad_y, weight, rows, n_rows, eps, N_COLS, LLAMA)
         sums = ()
         for chunk in tl.static_range(NUM_CHUNKS):
             grad, share = norm_gradients(
@@ -169,14 +181,20 @@ def _dropout_add_rms_norm_bwd_kernel(
     store_partials(partial_ptr, grad_weight, N_COLS)
 
 
-def forward_block_sizes(n_cols: int, *dtypes: torch.dtype) -> dict[str, Any]:
-    """Return tile and warps of the forward kernel."""
-    return row_block_sizes(n_cols, *dtypes)
+def dropout_add_rms_norm_block_sizes(
+    n_cols: int,
+    dtypes: Iterable[torch.dtype],
+    loaded: Iterable[torch.dtype] = (),
+    *,
+    backward: bool,
+) -> dict[str, Any]:
+    """Return the sizes of the forward or backward kernel: those of rows in general, see there.
 
-
-def backward_block_sizes(n_cols: int, *dtypes: torch.dtype) -> dict[str, Any]:
-    """Return tile, warps, stages and programs per multiprocessor of the backward kernel."""
-    return row_block_sizes(n_cols, *dtypes) | dict(NUM_STAGES=1, per_sm=2)
+    Args:     dtypes: of all tensors of the branch's shape; loaded: of those that backward reads.
+    """
+    if backward:
+        return backward_block_sizes(n_cols, dtypes, loaded)
+    return forward_block_sizes(n_cols, dtypes)
 
 
 def dropout_add_rms_norm_fwd(
@@ -198,7 +216,8 @@ def dropout_add_rms_norm_fwd(
     h_dtype = torch.promote_types(x.dtype, residual.dtype)
     h = torch.empty(x.shape, dtype=h_dtype, device=x.device)
     y = torch.empty(x.shape, dtype=y_dtype, device=x.device)
-    tile = forward_block_sizes(n_cols, x.dtype, residual.dtype, h_dtype, y_dtype)
+    dtypes = (x.dtype, residual.dtype, h_dtype, y_dtype)
+    tile = dropout_add_rms_norm_block_sizes(n_cols, dtypes, backward=False)
     _dropout_add_rms_norm_fwd_kernel[(triton.cdiv(n_rows, tile["BLOCK_ROWS"]),)](
         x,
         residual,
@@ -224,7 +243,7 @@ def dropout_add_rms_norm_fwd(
 
 def dropout_add_rms_norm_bwd(
     grad_h: Tensor | None,
-    grad_y: Tensor,
+    grad_y: list[Tensor],
     h: Tensor,
     weight: Tensor,
     threshold: int,
@@ -236,19 +255,22 @@ def dropout_add_rms_norm_bwd(
     x_dtype: torch.dtype,
     residual_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch on contiguous tensors; return (grad_x, grad_residual, grad_weight)."""
+    """Launch on contiguous tensors, one to three in grad_y, whose sum it takes.
+
+    Return (grad_x, grad_residual, grad_weight).
+    """
     n_cols = h.shape[-1]
     n_rows = h.numel() // n_cols
-    dtypes = (h.dtype, grad_y.dtype, x_dtype, residual_dtype)
-    tile = backward_block_sizes(n_cols, *dtypes)
-    per_sm = tile.pop("per_sm")
-    programs = min(num_programs(h.device, per_sm), triton.cdiv(n_rows, tile["BLOCK_ROWS"]))
+    loaded = [t.dtype for t in (h, *grad_y, *([] if grad_h is None else [grad_h]))]
+    dtypes = [*loaded, x_dtype, residual_dtype]
+    tile = dropout_add_rms_norm_block_sizes(n_cols, dtypes, loaded, backward=True)
+    programs = num_programs(n_rows, tile, h.device)
     grad_x = torch.empty(h.shape, dtype=x_dtype, device=h.device)
     grad_residual = torch.empty(h.shape, dtype=residual_dtype, device=h.device)
     partial = torch.empty(programs, n_cols, dtype=torch.float32, device=h.device)
     _dropout_add_rms_norm_bwd_kernel[(programs,)](
         h if grad_h is None else grad_h,
-        grad_y,
+        *(grad_y[i if i < len(grad_y) else 0] for i in range(3)),
         h,
         weight,
         seed,
@@ -262,6 +284,7 @@ def dropout_add_rms_norm_bwd(
         scale,
         DROPS=threshold > 0,
         HAS_GRAD_H=grad_h is not None,
+        NUM_GRAD_Y=len(grad_y),
         N_COLS=n_cols,
         LLAMA=llama,
         EVEN=is_even(n_rows, n_cols, tile),

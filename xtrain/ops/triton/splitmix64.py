@@ -4,54 +4,91 @@ Counter and key layout: element i (64-bit, flat and logical, offset included) of
 the state key(i) = seed ^ (i * GAMMA) mod 2^64, the same as `xtrain.ops.splitmix64`; a kernel may
 form i * GAMMA by additions. Nothing of the launch (block size, program, warp) enters.
 
-The integer pipe is what dropout waits for, so that only the high word of the result is formed: it
-holds the 24 bits that decide, and its last multiplication needs no low word.
+Cost: integer arithmetic is what dropout waits for, and of it the pipe that does all but
+multiplications. So only the high word of the result is formed, which holds the 24 bits that decide
+and whose last multiplication needs no low word; neighbours share one multiplication by GAMMA; and
+the upper halves of 64-bit additions are written as multiplications by a 1 that the assembler cannot
+see through. Of the 20 instructions an element then 8 multiply (see dropout.py for the whole count).
 """
 
 import triton
 import triton.language as tl
 
 from xtrain import rng
+from xtrain.ops.triton.casts import INTERPRETED
 
 GAMMA = tl.constexpr(rng.GAMMA)
 MUL1 = tl.constexpr(rng.MUL1)
-MUL2_LOW = tl.constexpr(rng.MUL2 & 0xFFFFFFFF)
-MUL2_HIGH = tl.constexpr(rng.MUL2 >> 32)
+MUL2 = tl.constexpr(rng.MUL2)
+
+# z = (seed ^ (first + lane)) + GAMMA;  z = (z ^ z >> 30) * MUL1;  ((z ^ z >> 27) * MUL2) >> 32,
+# on 32-bit halves. $0 result, $1 first, $2 lane, $3 seed, $4 the number 1.
+HIGH_WORD = tl.constexpr(
+    f"""{{
+    .reg .u32 low, high, other_low, other_high, mixed_low, mixed_high;
+    .reg .u64 product;
+    mov.b64 {{low, high}}, $1;
+    mov.b64 {{other_low, other_high}}, $2;
+    add.cc.u32 low, low, other_low;
+    madc.lo.u32 high, high, $4, other_high;
+    mov.b64 {{other_low, other_high}}, $3;
+    xor.b32 low, low, other_low;
+    xor.b32 high, high, other_high;
+    add.cc.u32 low, low, {rng.GAMMA & 0xFFFFFFFF:#x};
+    madc.lo.u32 high, high, $4, {rng.GAMMA >> 32:#x};
+    shf.r.clamp.b32 other_low, low, high, 30;
+    shr.u32 other_high, high, 30;
+    xor.b32 mixed_low, low, other_low;
+    xor.b32 mixed_high, high, other_high;
+    mul.wide.u32 product, mixed_low, {rng.MUL1 & 0xFFFFFFFF:#x};
+    mov.b64 {{low, high}}, product;
+    mad.lo.u32 high, mixed_low, {rng.MUL1 >> 32:#x}, high;
+    mad.lo.u32 high, mixed_high, {rng.MUL1 & 0xFFFFFFFF:#x}, high;
+    shf.r.clamp.b32 other_low, low, high, 27;
+    shr.u32 other_high, high, 27;
+    xor.b32 mixed_low, low, other_low;
+    xor.b32 mixed_high, high, other_high;
+    mul.hi.u32 high, mixed_low, {rng.MUL2 & 0xFFFFFFFF:#x};
+    mad.lo.u32 high, mixed_low, {rng.MUL2 >> 32:#x}, high;
+    mad.lo.u32 $0, mixed_high, {rng.MUL2 & 0xFFFFFFFF:#x}, high;
+    }}"""
+)
 
 
 @triton.jit
-def random_high_word(key):
-    """Return a uint32 whose top 31 bits are those of splitmix64(key); key is uint64.
+def random_high_word(first, lane, seed):
+    """Return a uint32 whose top 31 bits are those of splitmix64(seed ^ (first + lane)).
 
-    The last xor-shift, by 31, is left out: it changes the lowest of the 32 bits alone.
+    The last xor-shift, by 31, is left out: it changes the lowest of the 32 bits alone. All three
+    arguments are uint64; first and lane are multiples of GAMMA, lane a constant of the thread.
     """
-    z = key + GAMMA
-    z = (z ^ (z >> 30)) * MUL1
-    z = z ^ (z >> 27)
-    low, high = z.to(tl.uint32), (z >> 32).to(tl.uint32)
-    mul2_low = tl.full([], MUL2_LOW, tl.uint32)
-    mul2_high = tl.full([], MUL2_HIGH, tl.uint32)
-    return tl.umulhi(low, mul2_low) + low * mul2_high + high * mul2_low
+    if INTERPRETED:
+        z = (seed ^ (first + lane)) + GAMMA
+        z = (z ^ (z >> 30)) * MUL1
+        return (((z ^ (z >> 27)) * MUL2) >> 32).to(tl.uint32)
+    one = tl.num_programs(2).to(tl.uint32)  # launches are one-dimensional
+    return tl.inline_asm_elementwise(
+        HIGH_WORD,
+        "=r,l,l,l,r",
+        [first, lane, seed, one],
+        dtype=tl.uint32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @triton.jit
-def counter(index, VEC: tl.constexpr):
-    """Return index * GAMMA mod 2^64 of int32 indices, of which VEC neighbours share a thread.
+def keeps(seed, start, index, last_dropped, VEC: tl.constexpr):
+    """Return whether the elements start / GAMMA + index are kept.
 
-    Taken apart by hand, so that the neighbours share one multiplication and add constants.
+    An element is kept if its 24 bits are at least the threshold: (h >> 40) >= t is
+    (h >> 32) > (t << 8) - 1, for t from 1 to 2^24, and the host hands that number in as
+    last_dropped, which fits in 32 bits even where nothing is kept. index is int32, and a thread
+    holds VEC neighbours of it: taken apart by hand, since they share a multiplication only so.
     """
-    first = (index & -VEC).to(tl.uint64) * GAMMA
-    return first + (index & (VEC - 1)).to(tl.uint64) * GAMMA
-
-
-@triton.jit
-def keeps(key, last_dropped):
-    """Return whether the element of this key is kept: its 24 bits are >= the threshold.
-
-    (h >> 40) >= t is (h >> 32) > (t << 8) - 1, for t from 1 to 2^24: the host hands that number
-    in as last_dropped, which fits in 32 bits even where nothing is kept.
-    """
-    return random_high_word(key) > last_dropped.to(tl.uint32)
+    first = start + (index & -VEC).to(tl.uint64) * GAMMA
+    lane = (index & (VEC - 1)).to(tl.uint64) * GAMMA
+    return random_high_word(first, lane, seed) > last_dropped.to(tl.uint32)
 
 
 @triton.jit

@@ -1,0 +1,233 @@
+"""The kernels that hold whole rows: interpreted, compiled for four architectures, and on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ahead_of_time import ARCHITECTURES, Resources, compile_kernel
+from interpreter import run_interpreted
+from mask_oracle import keep_mask
+from test_dropout_add_rms_norm import EPS, OFFSET, SEED, assert_accurate, draw, ours, with_grads
+from tolerances import assert_no_worse_than_plain
+from torch import Tensor
+
+from xtrain.ops import OPS, dropout_add_rms_norm, rms_norm
+from xtrain.ops.triton import dropout_add_rms_norm as fused
+from xtrain.ops.triton import rms_norm as norm
+from xtrain.ops.triton import rows
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+PURE, AUTOCAST = (BF16, BF16, BF16, BF16), (BF16, FP32, FP32, BF16)  # x, residual, weight, y
+NAMES = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
+
+
+def test_under_the_interpreter():
+    run_interpreted("interpreted_rows.py")
+
+
+# --- ahead of time ------------------------------------------------------------------------------
+
+
+def compiled(kernel: Any, sizes: dict[str, Any], dtypes, n_cols: int, arch: int) -> Resources:
+    """Compile as the launcher does for aligned tensors whose rows fill the tiles."""
+    x, residual, weight, y = (f"*{NAMES[dtype]}" for dtype in dtypes)
+    pointers = dict(x_ptr=x, residual_ptr=residual, weight_ptr=weight, h_ptr=residual, y_ptr=y)
+    pointers |= dict(grad_h_ptr=residual, grad_y_ptr=y, grad_x_ptr=x, grad_residual_ptr=residual)
+    pointers |= dict(grad_y1_ptr=y, grad_y2_ptr=y)
+    pointers |= dict(seed_ptr="*i64", offset_ptr="*i64", partial_ptr="*fp32")
+    scalars = dict(n_rows="i32:16", eps="fp32", last_dropped="i32", scale="fp32")
+    sizes = {name: value for name, value in sizes.items() if name != "per_sm"}
+    options = {n: sizes.pop(n) for n in ("num_warps", "maxnreg") if n in sizes}
+    norm_dtype = torch.promote_types(dtypes[1], dtypes[2])
+    constants = dict(DROPS=True, HAS_GRAD_H=True, NUM_GRAD_Y=1, LLAMA=True, N_COLS=n_cols)
+    constants |= dict(Y_DTYPE=rows.triton_dtype(norm_dtype), **sizes)
+    constants["EVEN"] = n_cols == sizes["CHUNK"] * sizes["NUM_CHUNKS"]
+    signature = {n: kind for n, kind in (pointers | scalars).items() if n in kernel.arg_names}
+    constants = {n: value for n, value in constants.items() if n in kernel.arg_names}
+    return compile_kernel(kernel, signature, constants, arch=arch, **options)
+
+
+FUSED_FORWARD = fused._dropout_add_rms_norm_fwd_kernel
+KERNELS = [
+    FUSED_FORWARD,
+    fused._dropout_add_rms_norm_bwd_kernel,
+    norm._rms_norm_fwd_kernel,
+    norm._rms_norm_bwd_kernel,
+]
+
+
+def block_sizes(kernel: Any, n_cols: int, dtypes) -> dict[str, Any]:
+    """Sizes as the launcher of kernel takes them."""
+    backward = "_bwd_" in kernel.__name__
+    if "dropout" not in kernel.__name__:
+        return norm.rms_norm_block_sizes(n_cols, dtypes[1:], backward=backward)
+    loaded = (dtypes[1], dtypes[3], dtypes[1])  # h, grad_y and grad_h
+    return fused.dropout_add_rms_norm_block_sizes(n_cols, dtypes, loaded, backward=backward)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES, ids=lambda sm: f"sm_{sm}")
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
+def test_compiles_without_spills(kernel, arch):
+    shapes = [(4096, PURE), (2048, PURE), (128, PURE)] if arch == 90 else []
+    for n_cols, dtypes in [*shapes, (768, AUTOCAST)]:
+        sizes = block_sizes(kernel, n_cols, dtypes)
+        usage = compiled(kernel, sizes, dtypes, n_cols, arch)
+        assert usage.spills == 0, (n_cols, usage)
+        # 16 warps at least share the 65536 registers of a multiprocessor, and the programs that
+        # walk the rows are all there at once
+        programs = 65536 // (usage.registers * 32 * sizes["num_warps"])
+        assert programs >= sizes.get("per_sm", 16 // sizes["num_warps"]), (n_cols, usage)
+        assert usage.shared_bytes <= 99 << 10, (n_cols, usage)
+
+
+@pytest.mark.parametrize("dtypes", [PURE, AUTOCAST], ids=["pure", "autocast"])
+def test_accesses_are_wide_and_stay_in_registers(dtypes):
+    """No tensor changes its layout between a load and a store: that would cost shared memory."""
+    for n_cols in (768, 4096):
+        sizes = block_sizes(FUSED_FORWARD, n_cols, dtypes)
+        usage = compiled(FUSED_FORWARD, sizes, dtypes, n_cols, 90)
+        lanes = sizes["num_warps"] * 32
+        per_thread = sizes["BLOCK_ROWS"] * sizes["CHUNK"] * sizes["NUM_CHUNKS"] // lanes
+        accesses = per_thread // sizes["VEC"]  # of a thread to each tensor
+        narrow = 0 if dtypes == PURE else accesses  # x and y, where the residual takes 16 bytes
+        assert usage.count("STG", "128") == 2 * accesses - narrow
+        assert usage.count("STG", "64") == narrow
+        assert usage.count("LDG", "128") >= 2 * accesses - narrow
+        # row sums alone go through shared memory: a few words, no vectors of data
+        assert usage.count("STS", "128") == usage.count("STSM") == 0
+
+
+def test_row_tiles():
+    for n_cols in (*range(1, 300), 768, 1000, 1536, 3072, 5120, 7168, 8192):
+        chunk, num_chunks = rows.row_tile(n_cols)
+        assert chunk & (chunk - 1) == 0 and 1 <= num_chunks <= 8
+        assert n_cols <= chunk * num_chunks < 2 * n_cols or n_cols == 1
+    assert rows.row_tile(768) == (256, 3) and rows.row_tile(4096) == (4096, 1)
+
+
+def test_block_sizes():
+    """What a launch needs of the sizes, for every length of row and every mix of dtypes."""
+    for n_cols in (1, 2, 3, 33, 64, 80, 128, 257, 768, 1000, 1280, 2048, 3584, 5120, 8192):
+        for dtypes in ((BF16,), (FP32,), (BF16, FP32)):
+            for users in (1, 3):
+                loaded = [dtypes[-1], *[dtypes[0]] * users, dtypes[-1]]
+                for sizes in (
+                    rows.forward_block_sizes(n_cols, dtypes),
+                    rows.backward_block_sizes(n_cols, dtypes, loaded),
+                ):
+                    lanes = sizes["num_warps"] * 32
+                    width = sizes["BLOCK_ROWS"] * sizes["CHUNK"]
+                    for name in ("num_warps", "BLOCK_ROWS", "CHUNK", "VEC"):
+                        assert sizes[name] & (sizes[name] - 1) == 0, (n_cols, name, sizes)
+                    # no lane holds what another holds too, and none more than registers can take
+                    assert lanes * sizes["VEC"] <= max(width, lanes), (n_cols, sizes)
+                    assert width * sizes["NUM_CHUNKS"] <= 24 * lanes, (n_cols, sizes)
+                    assert sizes.get("NUM_STAGES", 1) <= 4
+
+
+# --- on a GPU -----------------------------------------------------------------------------------
+
+
+def poison() -> None:
+    """Fill the allocator's free memory with NaN: what a kernel forgets to write shows."""
+    torch.full((1 << 26,), float("nan"), device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtypes", [PURE[:3], AUTOCAST[:3], (FP16,) * 3, (FP32,) * 3], ids=str)
+@pytest.mark.parametrize("cast", ["llama", "gemma"])
+def test_values_on_awkward_shapes(cast, dtypes):
+    """1, odd, prime, just over a block, one row, many rows: values, gradients, no stray writes."""
+    for seed, shape in enumerate(
+        [(1, 1), (1, 7), (3, 127), (1, 1025), (33, 768), (5, 1000), (2, 8192), (100003, 3)]
+    ):
+        torch.manual_seed(seed)
+        inputs = draw(shape, dtypes, "cuda")
+        before = [t.clone() for t in inputs]
+        poison()
+        results = with_grads(ours, inputs, 0.1, cast)
+        assert_accurate(results, inputs, 0.1, cast)
+        for now, was in zip(inputs, before, strict=True):
+            assert torch.equal(now, was)
+        again = with_grads(ours, inputs, 0.1, cast)
+        assert all(torch.equal(a, b) for a, b in zip(results, again, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(7, 64), (300, 128), (4096, 80), (1031, 256)], ids=str)
+def test_query_and_key_norms(shape):
+    """Short rows, several to a program, and more rows than programs."""
+    for dtype in (BF16, FP32):
+        x, _, weight, _, dy = draw(shape, (dtype,) * 3, "cuda")
+        poison()
+        leaves = [t.requires_grad_() for t in (x, weight)]
+        grads = torch.autograd.grad(rms_norm(*leaves, EPS), leaves, dy)
+        exact = [t.detach().double().requires_grad_() for t in leaves]
+        y = torch.nn.functional.rms_norm(exact[0], shape[-1:], exact[1], EPS)
+        right = torch.autograd.grad(y, exact, dy.double())
+        plain = [t.detach().requires_grad_() for t in leaves]
+        h = plain[0].float()
+        normalised = (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + EPS)).to(dtype)
+        in_dtype = torch.autograd.grad(plain[1] * normalised, plain, dy)
+        for grad, rounded, truth in zip(grads, in_dtype, right, strict=True):
+            assert_no_worse_than_plain(grad, rounded, truth)
+
+
+@pytest.mark.gpu
+def test_mask_of_every_tile():
+    """The fused mask is the oracle's for every length of row, at offsets past 2^31 and 2^32."""
+    for n_cols in (1, 5, 64, 96, 257, 768, 1536, 4096):
+        for offset in (0, OFFSET, 2**32 + 1):
+            x = torch.ones(9, n_cols, device="cuda")
+            h, _ = dropout_add_rms_norm(
+                x, torch.zeros_like(x), torch.ones(n_cols, device="cuda"), 0.3, SEED, offset
+            )
+            right = keep_mask((9, n_cols), 0.3, SEED, offset)
+            assert ((h != 0).cpu().numpy() == right).all(), (n_cols, offset)
+
+
+@pytest.mark.gpu
+def test_past_2_to_the_31_elements():
+    """Row C10: the last rows of a tensor past 2^31 elements equal the same rows alone."""
+    n_rows, cols = 524289, 4096
+    x = torch.randn(n_rows, cols, dtype=BF16, device="cuda")
+    weight = torch.randn(cols, dtype=BF16, device="cuda")
+    last = x[-4:]
+    assert torch.equal(rms_norm(x, weight)[-4:], rms_norm(last, weight))
+    backward = OPS["rms_norm"].backward
+    grad_x, _ = backward(x, x, weight, EPS, "llama")
+    assert torch.equal(grad_x[-4:], backward(last, last, weight, EPS, "llama")[0])
+    del grad_x
+    h, y = dropout_add_rms_norm(x, x, weight, 0.1, SEED)
+    alone = dropout_add_rms_norm(last, last, weight, 0.1, SEED, offset=(n_rows - 4) * cols)
+    assert torch.equal(h[-4:], alone[0]) and torch.equal(y[-4:], alone[1])
+    del y
+    fused_backward = OPS["dropout_add_rms_norm"].backward
+
+    def grads(h: Tensor, offset: int) -> Tensor:
+        random = 0.1, torch.tensor(SEED, device="cuda"), torch.tensor(offset, device="cuda")
+        return fused_backward(h, weight, None, [h], *random, EPS, "llama", BF16, BF16)[0]
+
+    whole = grads(h, 0)[-4:].clone()
+    assert torch.equal(whole, grads(h[-4:], (n_rows - 4) * cols))
+
+
+@pytest.mark.gpu
+def test_kernels_are_what_runs(monkeypatch):
+    """Eager on CUDA takes the kernels, and the decomposition for what they refuse."""
+    launches: list[str] = []
+    for module, name in ((fused, "dropout_add_rms_norm_fwd"), (norm, "rms_norm_fwd")):
+        launch = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda *a, launch=launch, name=name: launches.append(name) or launch(*a)
+        )
+    for n_cols, taken in ((64, True), (8193, False)):
+        x, weight = torch.ones(2, n_cols, device="cuda"), torch.ones(n_cols, device="cuda")
+        launches.clear()
+        dropout_add_rms_norm(x, x, weight, 0.1, 1)
+        rms_norm(x, weight)
+        assert bool(launches) is taken
+        refusal = OPS["rms_norm"].supports(x, weight)
+        assert refusal is None if taken else "the kernel takes up to 8192" in refusal
