@@ -352,3 +352,24 @@ def test_a_graph_break_is_told_from_other_errors():
         torch.compile(broken, backend="eager", fullgraph=True)(torch.zeros(1))
     assert torch_compat.is_graph_break(caught.value)
     assert not torch_compat.is_graph_break(RuntimeError("x"))
+
+
+def test_a_plain_dispatch_mode_sees_ops_compiled_ones_too_without_loading_dynamo():
+    code = """
+import sys, torch
+from xtrain import torch_compat
+class Mode(torch_compat.PlainDispatchMode):
+    seen = []
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+with Mode():
+    torch.ones(2).exp()
+assert Mode.seen[-1] == "aten.exp.default" and "torch._dynamo" not in sys.modules
+compiled = torch.compile(torch.sin, backend="eager")
+compiled(torch.ones(3))
+with Mode():
+    compiled(torch.ones(3))
+assert Mode.seen[-1] == "aten.sin.default"
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # --- Lowering an op by its decomposition, inside inductor alone ---------------------------------
 #
@@ -338,7 +339,19 @@ def num_compiled_graphs() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-# --- Watching a compiled graph op by op (xtrain.drift) ------------------------------------------
+# --- Watching ops (xtrain.drift) ----------------------------------------------------------------
+
+
+class PlainDispatchMode(TorchDispatchMode):
+    """A dispatch mode that costs no import of Dynamo, over a second, where nothing compiles.
+
+    torch wraps a mode's __torch_dispatch__ so that Dynamo leaves it alone; the wrapper loads Dynamo
+    at its first call. What compiles under a mode is run eagerly with or without it.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 def interpreting_backend(result: Callable[[str, Any, Any], None]) -> Callable[..., Any]:

@@ -346,3 +346,17 @@ def test_a_record_is_complete_or_absent(tmp_path):
     with pytest.raises(DriftError, match="it is no record and stays"):
         record(Rowwise(), tokens(), out=tmp_path / "mine", overwrite=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "x.drift"]
+
+
+def test_a_model_that_is_compiled_already_is_run_as_it_is():
+    import xtrain
+
+    model, x = decoder(), tokens()
+    plain = record(model, x)
+    for compiled in (
+        torch.compile(model, backend="eager"),
+        xtrain.compile(model, dropout=0.5, seed=0, backend="eager"),
+    ):
+        found = compare(plain, record(compiled, x))
+        assert found.b.run["mode"] == "unobserved" and not found.b.cases[0].steps[0].keys()
+        assert found.exit_code == 0 and found.num_matched == 0 and len(found.positions) == 9

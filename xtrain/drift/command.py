@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from xtrain.command_line import INTERRUPTED, Parser, limit_spinning
+from xtrain.drift import bisect_command, ops_command
 from xtrain.drift.errors import DriftError
 
 BAD_INPUT, INTERNAL = 5, 70
@@ -20,7 +21,7 @@ examples:
   python -m xtrain.drift record --out B.drift small                 there, or after the upgrade
   python -m xtrain.drift compare A.drift B.drift --html drift.html
   python -m xtrain.drift bisect small --factor threads=1,2 --factor compile=off,on
-  python -m xtrain.drift ops --setting ATEN_CPU_CAPABILITY=default,avx2
+  python -m xtrain.drift ops --factor ATEN_CPU_CAPABILITY=default,avx2
 
 exit codes of compare: 0 identical, 1 the numbers differ and no token can flip, 2 a token can flip,
 3 tokens differ, 4 not comparable, 5 bad input or usage, 70 an internal error
@@ -46,6 +47,13 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_record(commands.add_parser("record", help="run a model and keep a fingerprint of it all"))
     _add_compare(commands.add_parser("compare", help="compare two records"))
+    bisect = commands.add_parser("bisect", help="which setting moves the numbers, and where")
+    add_model_flags(bisect.add_argument)
+    bisect_command.add_flags(bisect)
+    bisect.set_defaults(run=bisect_command.run_bisect)
+    ops = commands.add_parser("ops", help="each op alone under two settings, by row length")
+    ops_command.add_flags(ops)
+    ops.set_defaults(run=ops_command.run_ops)
     return parser
 
 
@@ -65,7 +73,7 @@ def add_model_flags(add: Callable[..., Any]) -> None:
     add("--dtype", default="auto", help="auto (as saved), fp32, bf16 or fp16 [auto]")
     add("--device", default="cpu", help="cpu, cuda or cuda:N [cpu]")
     add("--batch", type=int, default=1, help="prompts of a forward [1]")
-    add("--pad-to", type=int, metavar="T", help="pad every forward to T tokens [none]")
+    add("--pad-to", metavar="T", help="pad every forward to T tokens; auto: the longest [none]")
     add("--threads", type=int, help="of torch, within an op [torch's own choice]")
     add("--warm-up", type=int, default=1, help="forwards before the first recorded one [1]")
     add("--op-steps", type=int, help="steps of a prompt whose ops are recorded [all]")

@@ -89,13 +89,8 @@ def _own_loop(recording: _Recording, numbers: Sequence[int]) -> None:
     settings = recording.settings
     cases = recording.cases(numbers)
     tokens = [list(recording.prompts[number]["tokens"]) for number in numbers]
-    length = settings.pad_to
-    if settings.mode in ("aot_eager", "inductor") and length is None:
-        # one shape for all steps and prompts, and so one compile
-        longest = max(len(prompt["tokens"]) for prompt in recording.prompts)
-        length = longest + settings.num_tokens - 1
     for step in range(settings.num_tokens):
-        _step(recording, cases, numbers, tokens, step, length)
+        _step(recording, cases, numbers, tokens, step)
     for case, number, row in zip(cases, numbers, tokens, strict=True):
         case.close(_text(recording, row[len(recording.prompts[number]["tokens"]) :]))
 
@@ -106,12 +101,11 @@ def _step(
     numbers: Sequence[int],
     tokens: list[list[int]],
     step: int,
-    length: int | None,
 ) -> None:
     """Record one forward and append the token that it chooses to each row."""
     settings = recording.settings
     lengths = [len(row) for row in tokens]
-    inputs, collector = _batch(recording, cases, tokens, length)
+    inputs, collector = _batch(recording, cases, tokens, settings.pad_to)
     ops = settings.op_steps is None or step < settings.op_steps
     logits = recording.run(inputs, collector, ops=ops)
     steps, positions = [], []

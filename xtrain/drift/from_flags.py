@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from xtrain.config import ConfigError
 from xtrain.drift import models
 from xtrain.drift.errors import DriftError
 from xtrain.drift.record_folder import Record
@@ -29,7 +30,7 @@ def record_from_flags(args: argparse.Namespace) -> Record:
         dtype=args.dtype,
         device=args.device,
         batch_size=args.batch,
-        pad_to=args.pad_to,
+        pad_to=None,
         decode=args.decode if args.tokens else None,
         num_tokens=args.tokens or 1,
         temperature=args.temperature,
@@ -49,6 +50,7 @@ def record_from_flags(args: argparse.Namespace) -> Record:
         length=args.prompt_length,
         count=args.num_prompts,
     )
+    settings = replace(settings, pad_to=_pad_to(args, prompts))
     progress = _Progress() if sys.stderr.isatty() else _silent
     return record_prompts(
         subject, prompts, settings, out=Path(args.out), overwrite=args.overwrite, progress=progress
@@ -64,7 +66,6 @@ def check(args: argparse.Namespace) -> None:
         "prompt_length": 1,
         "tokens": 0,
         "batch": 1,
-        "pad_to": 1,
         "threads": 1,
         "warm_up": 0,
         "op_steps": 0,
@@ -75,17 +76,33 @@ def check(args: argparse.Namespace) -> None:
         if value is not None and value < minimum:
             flag = name.replace("_", "-")
             raise DriftError(f"--{flag} must be at least {minimum}, got {value}")
+    if args.pad_to not in (None, "auto") and not str(args.pad_to).isdecimal():
+        raise DriftError(f"--pad-to must be a number of tokens or auto, got {args.pad_to!r}")
     if args.mode not in ("eager", "aot_eager", "inductor"):
         raise DriftError(f"--mode must be eager, aot_eager or inductor, got {args.mode!r}")
     if args.dtype not in ("auto", *models.DTYPES):
         known = ", ".join(("auto", *models.DTYPES))
         raise DriftError(f"--dtype must be one of {known}, got {args.dtype!r}")
-    from xtrain.training.build import choose_device
+    _check_device(args.device)
 
-    try:
-        args.device, _ = choose_device(args.device)
-    except ConfigError as error:
-        raise DriftError(str(error).replace("run.device", "--device")) from None
+
+def _check_device(name: str) -> None:
+    kind, _, number = name.partition(":")
+    if kind not in ("cpu", "cuda") or (number and (kind == "cpu" or not number.isdecimal())):
+        raise DriftError(f"--device must be cpu, cuda or cuda:N, got {name!r}")
+    count = torch.cuda.device_count() if kind == "cuda" and torch.cuda.is_available() else 0
+    if kind == "cuda" and int(number or 0) >= count:
+        raise DriftError(f"--device is {name}, but torch {torch.__version__} finds {count} of them")
+
+
+def _pad_to(args: argparse.Namespace, prompts: Sequence[Mapping[str, Any]]) -> int | None:
+    """Return the tokens of every forward; compiled modes have one shape, and so one compile."""
+    if args.pad_to not in (None, "auto"):
+        return int(args.pad_to)
+    if args.pad_to is None and (args.mode == "eager" or args.decode == "generate"):
+        return None
+    longest = max(len(prompt["tokens"]) for prompt in prompts)
+    return longest + max(args.tokens - 1, 0)
 
 
 def _silent(text: str) -> None:

@@ -59,9 +59,13 @@ def _preset(name: str, seed: int) -> Subject:
     from xtrain.model import Config, Transformer
 
     config = Config.preset(name)
-    with torch.device("meta"):
-        model = Transformer(config)
-    model.to_empty(device="cpu")
+
+    class Undrawn(Transformer):  # numbers that would be overwritten take seconds to draw
+        def reset_parameters(self) -> None:
+            pass
+
+    model: Transformer = Undrawn(config)
+    model.__class__ = Transformer
     draw_weights(model, seed)
     description = {"kind": "preset", "name": name, "seed": seed}
     subject = Subject(model, description, config.vocab_size, config.max_seq_len)
@@ -153,6 +157,7 @@ def hash_weights(model: nn.Module) -> list[dict[str, Any]]:
     for name, tensor in (*model.named_parameters(), *_buffers(model, persistent=True)):
         bits, dtype = to_bits(tensor)
         mark = fingerprint_of_weight(bits, dtype)
+        name = name.replace("_orig_mod.", "")  # the wrapper of torch.compile is none of the model
         found.append({"name": name, "shape": list(tensor.shape), "dtype": dtype, **mark})
     return found
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from xtrain import torch_compat
 from xtrain.drift.collect import Collector
@@ -157,7 +156,7 @@ class _WithBlocks(_Logits):
         return logits, list(self.found)
 
 
-class _Observer(TorchDispatchMode):
+class _Observer(torch_compat.PlainDispatchMode):
     def __init__(self, collector: Collector):
         super().__init__()
         self.collector = collector

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -257,9 +258,9 @@ def _named_inputs(inputs: Any, device: torch.device) -> dict[str, Any]:
 
 
 def _is_compiled(model: nn.Module) -> bool:
-    from xtrain.compiler import CompiledModel
-
-    return isinstance(model, CompiledModel) or hasattr(model, "_orig_mod")
+    compiler = sys.modules.get("xtrain.compiler")  # not loaded: no model comes from there
+    ours = compiler is not None and isinstance(model, compiler.CompiledModel)
+    return ours or any(hasattr(module, "_orig_mod") for module in model.modules())
 
 
 def _check_lengths(

@@ -1,0 +1,217 @@
+"""bisect and ops: children under settings, what their equality says, and the picture."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from xtrain.drift import factors
+from xtrain.drift.bisect_runs import Plan, Run, effects, groups, interactions
+from xtrain.drift.command import main
+from xtrain.drift.factors import Factor, run_child
+from xtrain.drift.ops_command import OpRow, picture
+
+SITE = """
+import os
+from torch.nn import functional as F
+silu = F.silu
+if os.environ.get("DRIFT_A") == "1":
+    F.silu = lambda x: silu(x) * (1 + 2.0 ** -10)
+if os.environ.get("DRIFT_B") == "1":
+    last = F.silu
+    F.silu = lambda x: silu(x) if last is not silu else silu(x) * (1 - 2.0 ** -10)
+"""
+
+
+def test_a_factor_that_another_takes_back(tmp_path, monkeypatch, capfd):
+    """Each of two variables moves SiLU, both together do not; a third does nothing."""
+    (tmp_path / "sitecustomize.py").write_text(SITE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    flags = ["--tokens=1", "--num-prompts=2", "--threads=1", "--warm-up=0"]
+    factor_flags = ["--factor=DRIFT_A=0,1", "--factor=DRIFT_B=unset,1"]
+    out = tmp_path / "result.json"
+    code = main(["bisect", "tiny", *flags, *factor_flags, "--json", str(out)])
+    found = json.loads(out.read_text())
+    text = capfd.readouterr().out
+    assert code == found["exit_code"] and code in (1, 2, 3)
+    names = {run["setting"]: run["group"] for run in found["runs"]}
+    assert names == {
+        "baseline": "A",
+        "DRIFT_A=1": "B",
+        "DRIFT_B=1": "C",
+        "DRIFT_A=1 DRIFT_B=1": "A",
+    }
+    first = [run["first_divergence"] for run in found["runs"]]
+    # what is moved is a product of its own, behind SiLU
+    assert first[0] is None and first[3] is None
+    assert first[1] == first[2] == "blocks.0.feed_forward: aten.mul"
+    assert found["sets"] == [["baseline", "DRIFT_A=1 DRIFT_B=1"], ["DRIFT_A=1"], ["DRIFT_B=1"]]
+    assert found["interactions"] == [
+        ["DRIFT_A=1 DRIFT_B=1", "each changes the numbers, together they cancel"]
+    ]
+    assert "4 runs, 3 sets of equal bits" in text and "together they cancel" in text
+
+
+def plan_of(groups_of, *names):
+    """A plan whose runs have the groups that a function of the values gives."""
+    plan = Plan([Factor(name, ("0", "1")) for name in names])
+    settings = [plan.baseline, *(plan.changed(change) for change in plan.singles())]
+    for setting in settings:
+        plan.runs[setting] = _run(setting, groups_of)
+    for x, y in plan.pairs():
+        setting = plan.changed(x, y)
+        plan.runs[setting] = _run(setting, groups_of)
+    for setting in plan.everything():
+        plan.runs[setting] = _run(setting, groups_of)
+    return plan
+
+
+def _run(setting, groups_of):
+    group = groups_of(*(int(value) for value in setting))
+    return Run(setting, group=group, error="killed by SIGILL" if group is None else None)
+
+
+def test_what_only_acts_together_and_what_does_nothing():
+    plan = plan_of(lambda a, b, c: a & b, "A", "B", "C")
+    assert dict(effects(plan)) == dict.fromkeys("ABC", "no effect alone")
+    assert interactions(plan) == [("A=1 B=1", "neither has an effect alone, together they have")]
+    assert len(plan.runs) == plan.num_runs() == 1 + 3 + 3 + 1
+    assert groups(plan)[0][0] == plan.baseline and len(groups(plan)) == 2
+
+
+def test_what_acts_only_beside_another_or_takes_it_back():
+    beside = plan_of(lambda a, b: a * (1 + b), "A", "B")
+    assert interactions(beside) == [("A=1 B=1", "B=1 has an effect only where A=1")]
+    back = plan_of(lambda a, b: a & ~b, "A", "B")
+    assert interactions(back) == [("A=1 B=1", "B=1 takes back what A=1 does")]
+    independent = plan_of(lambda a, b: a + 2 * b, "A", "B")
+    assert interactions(independent) == []
+    assert dict(effects(independent))["B"] == "changes the numbers at 1"
+
+
+def test_a_value_that_kills_its_process_is_a_result():
+    plan = plan_of(lambda a, b: None if a else b, "A", "B")
+    assert effects(plan) == [("A", "no result at 1"), ("B", "changes the numbers at 1")]
+    assert interactions(plan) == [] and len(plan.runs) == 3  # no pair with the dead one
+
+
+def script(path: Path, text: str) -> str:
+    path.write_text(text)
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_children(tmp_path, monkeypatch):
+    monkeypatch.setenv("DRIFT_KEPT", "yes")
+    monkeypatch.setenv("DRIFT_GONE", "yes")
+    show = script(tmp_path / "show", '#!/bin/sh\necho "$DRIFT_KEPT $DRIFT_NEW [$DRIFT_GONE] $*"\n')
+    setting = {"python": show, "DRIFT_NEW": "new", "DRIFT_GONE": "unset", "threads": "2"}
+    setting |= {"compile": "on", "pad-to": "9"}
+    done = run_child(["record", "x"], setting)
+    assert done.error is None and done.output == (
+        "yes new [] -m xtrain.drift record x --threads=2 --mode=inductor --pad-to=9\n"
+    )
+    killed = script(tmp_path / "killed", "#!/bin/sh\nkill -ILL $$\n")
+    assert run_child([], {"python": killed}).error == "killed by SIGILL"
+    failed = script(tmp_path / "failed", "#!/bin/sh\necho noise >&2\necho error: why >&2\nexit 5\n")
+    assert run_child([], {"python": failed}).error == "why"
+    environment = tmp_path / "venv" / "bin"
+    environment.mkdir(parents=True)
+    os.symlink(sys.executable, environment / "python")
+    assert factors.interpreter(str(tmp_path / "venv")) == str(environment / "python")
+
+
+def test_a_signal_of_one_value_in_the_whole_command(tmp_path, capfd):
+    """An instruction set that this CPU lacks would end the child just so."""
+    killed = script(tmp_path / "killed", "#!/bin/sh\nkill -ILL $$\n")
+    flags = [
+        "--tokens=1",
+        "--num-prompts=1",
+        "--threads=1",
+        f"--factor=python={sys.executable},{killed}",
+    ]
+    assert main(["bisect", "tiny", *flags, "--keep", str(tmp_path / "kept")]) == 0
+    text = capfd.readouterr().out
+    assert "killed by SIGILL" in text and f"no result at {killed}" in text
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["000.drift"]
+    swapped = [f"--factor=python={killed},{sys.executable}"]
+    assert main(["bisect", "tiny", *flags[:-1], *swapped]) == 5
+    assert "the baseline has no result: killed by SIGILL" in capfd.readouterr().err
+
+
+MISTAKES = [
+    (["bisect", "tiny"], "at least one --factor"),
+    (["bisect", "tiny", "--factor=threads=1"], "a factor is NAME=VALUE,VALUE"),
+    (["bisect", "tiny", "--factor=threads=1,1"], "of different values, got 'threads=1,1'"),
+    (["bisect", "tiny", "--factor=treads=1,2"], "unknown factor 'treads'"),
+    (["bisect", "tiny", "--factor=compile=yes,no"], "compile is off or on"),
+    (["bisect", "tiny", "--factor=python=/nowhere,/else"], "neither an interpreter nor a virtual"),
+    (["bisect", "tiny", "--factor=A=1,2", "--factor=A=3,4"], "the factor A is given twice"),
+    (["bisect", "tiny", "--packages", "--factor=A=1,2"], "--packages compares two Pythons"),
+    (["bisect", "tiny", "--max-runs=3", "--factor=A=1,2,3", "--factor=B=1,2"], "need 6 runs"),
+    (["ops"], "ops compares two settings"),
+    (["ops", "--factor=A=1,2,3"], "ops compares two settings"),
+    (["ops", "--factor=batch=1,8"], "ops runs no model, batch says nothing to it"),
+    (["ops", "--rows=0", "--factor=A=1,2"], "--rows must be at least 1, got 0"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES, ids=lambda value: str(value)[:40])
+def test_mistakes_are_one_line_and_exit_code_5(capsys, arguments, message):
+    assert main(arguments) == 5
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and message in err
+
+
+# --- ops -----------------------------------------------------------------------------------------
+
+
+def test_the_inputs_are_integers_scaled_and_the_hashes_those_of_the_results():
+    from xtrain.drift.op_hashes import LENGTHS, OPS, draw, hashes
+
+    x = draw(3, 7)
+    assert x.dtype == torch.float32 and torch.equal(x, draw(3, 7))
+    whole = (x.double() + 2) * 2**22
+    assert torch.equal(whole, whole.round()) and x.min() >= -2 and x.max() < 2
+    assert draw(200, 200).double().mean().abs() < 5 * (4 / 12**0.5) / 200
+    found = hashes(2, torch.float32, "cpu")
+    assert set(found) == set(OPS) and all(len(row) == len(LENGTHS) for row in found.values())
+    assert all(all(row) for row in found.values())  # every op runs at every length
+    half = hashes(2, torch.bfloat16, "cpu")
+    assert half["mm"] != found["mm"]
+
+
+def test_ops_of_two_instruction_sets(capfd, tmp_path):
+    """torch's CPU kernels on x86: softmax from 2, layer_norm from 8, SiLU from 1."""
+    out = tmp_path / "ops.json"
+    arguments = ["ops", "--factor=ATEN_CPU_CAPABILITY=default,avx2", "--json", str(out)]
+    if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        assert main(arguments) == 0  # a machine with one set of kernels
+        return
+    assert main(arguments) == 1
+    first = {row["op"]: row["first"] for row in json.loads(out.read_text())}
+    assert (first["softmax"], first["layer_norm"], first["silu"]) == (2, 8, 1)
+    assert [first[name] for name in ("mm", "mean", "rsqrt", "add", "mul")] == [None] * 5
+    text = capfd.readouterr().out
+    assert "softmax        .###" in text and "mm             ...." in text
+
+
+def test_the_picture():
+    lengths = (*range(1, 65), 128, 1000)
+    some = "".join("#" if n in (2, 3, 9, 128) else "." for n in lengths)
+    rows = [OpRow("mm", lengths, "." * len(lengths)), OpRow("softmax", lengths, some)]
+    text = picture(rows, [Factor("threads", ("1", "2"))])
+    lines = text.splitlines()
+    assert lines[0] == "threads=1 and threads=2: # other bits, . the same"
+    assert lines[4].startswith("softmax        .##.....#...") and lines[5].startswith("mm  ")
+    assert lines[4].endswith(".    #    .")
+    assert "2-3, 9, 128" in lines[-1] and rows[1].first == 2 and rows[0].first is None
+    same = picture(rows[:1], [Factor("threads", ("1", "2"))])
+    assert same.endswith("every op keeps its bits at every length\n")
+    assert np.array_equal([row.first for row in rows], [None, 2])

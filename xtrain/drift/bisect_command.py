@@ -1,0 +1,255 @@
+"""`bisect`: which setting moves the numbers, at which op, how far; each in a process of its own."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+from xtrain.drift.bisect_runs import Plan, Run, Setting, effects, groups, interactions
+from xtrain.drift.comparison import IDENTICAL, compare
+from xtrain.drift.errors import DriftError
+from xtrain.drift.factors import parse_all, run_child
+from xtrain.drift.record_folder import Record
+from xtrain.drift.report import size_text
+
+# flags of `record` that are handed on as they were given
+HANDED_ON = (
+    "seed",
+    "runs",
+    "prompts",
+    "num_prompts",
+    "prompt_length",
+    "tokens",
+    "decode",
+    "temperature",
+    "sample_seed",
+    "mode",
+    "dtype",
+    "device",
+    "batch",
+    "pad_to",
+    "threads",
+    "warm_up",
+    "op_steps",
+    "top_k",
+)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add what bisect has beyond the flags of record."""
+    add = parser.add_argument
+    add(
+        "--factor",
+        action="append",
+        default=[],
+        metavar="NAME=A,B",
+        help="values to try, the baseline's first: threads, batch, compile=off,on, mode, dtype, "
+        "device, decode, pad-to, python=VENV,VENV, or a VARIABLE; may be given again",
+    )
+    add("--packages", action="store_true", help="of two Pythons that differ: one package at a time")
+    add("--max-runs", type=int, default=64, metavar="N", help="refuse to make more [64]")
+    add("--keep", metavar="DIR", help="keep the records in a new folder")
+    add("--json", metavar="FILE", help="write the result; -: to stdout instead of the tables")
+
+
+def run_bisect(args: argparse.Namespace) -> int:
+    """Run everything; the exit code is the worst verdict of a run against the baseline."""
+    plan = Plan(parse_all(args.factor))
+    if not plan.factors:
+        raise DriftError("bisect needs at least one --factor NAME=VALUE,VALUE")
+    if args.packages and not any(factor.name == "python" for factor in plan.factors):
+        raise DriftError("--packages compares two Pythons: --factor python=VENV1,VENV2")
+    if plan.num_runs() > args.max_runs:
+        raise DriftError(
+            f"these factors need {plan.num_runs()} runs; fewer values, or --max-runs "
+            f"{plan.num_runs()}"
+        )
+    folder = _folder(args.keep)
+    try:
+        result = bisect(args, plan, folder, _progress)
+    finally:
+        if not args.keep:
+            shutil.rmtree(folder, ignore_errors=True)
+    if args.json:
+        text = json.dumps(result, indent=1, allow_nan=False) + "\n"
+        if args.json == "-":
+            sys.stdout.write(text)
+            return int(result["exit_code"])
+        from xtrain.drift.command import write_text
+
+        write_text(args.json, text)
+    sys.stdout.write(as_text(result))
+    return int(result["exit_code"])
+
+
+def bisect(
+    args: argparse.Namespace, plan: Plan, folder: Path, progress: Callable[[str], None]
+) -> dict[str, Any]:
+    """Make the runs of a plan and return what they say, as plain values.
+
+    Raises: DriftError when the baseline has no result.
+    """
+    arguments = _record_arguments(args, plan)
+    runner = _Runner(plan, folder, arguments, progress)
+    baseline = runner(plan.baseline)
+    if baseline.failed:
+        raise DriftError(f"the baseline has no result: {baseline.error}")
+    for change in plan.singles():
+        runner(plan.changed(change))
+    for x, y in plan.pairs():
+        runner(plan.changed(x, y))
+    for setting in plan.everything():
+        runner(setting)
+    packages: list[dict[str, Any]] = []
+    if args.packages:
+        from xtrain.drift.packages import one_at_a_time
+
+        packages = one_at_a_time(plan, folder, arguments, progress)
+    return _result(plan, packages)
+
+
+class _Runner:
+    """Runs settings, each once, and sorts their records into groups of equal bits."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        folder: Path,
+        arguments: Sequence[str],
+        progress: Callable[[str], None],
+    ):
+        self.plan, self.folder, self.arguments, self.progress = plan, folder, arguments, progress
+        self.representatives: list[Record] = []
+
+    def __call__(self, setting: Setting) -> Run:
+        """Return the run of a setting."""
+        runs = self.plan.runs
+        if setting in runs:
+            return runs[setting]
+        self.progress(f"run {len(runs) + 1}: {self.plan.describe(setting)}")
+        run = runs[setting] = Run(setting)
+        out = self.folder / f"{len(runs) - 1:03d}.drift"
+        names = [factor.name for factor in self.plan.factors]
+        child = run_child(
+            [*self.arguments, "--out", str(out)], dict(zip(names, setting, strict=True))
+        )
+        if child.error is not None:
+            run.error = child.error
+            return run
+        run.record = out
+        record = Record(out)
+        run.group = self._group(record)
+        if setting != self.plan.baseline:
+            base = self.representatives[0]
+            run.comparison = compare(base, record)
+        return run
+
+    def _group(self, record: Record) -> int:
+        for number, other in enumerate(self.representatives):
+            if compare(other, record).exit_code == IDENTICAL:
+                return number
+        self.representatives.append(record)
+        return len(self.representatives) - 1
+
+
+def as_text(result: dict[str, Any]) -> str:
+    """Return the tables; what was found comes last."""
+    rows = [
+        (
+            run["setting"],
+            run["group"] or "-",
+            run["exit_code"] if run["exit_code"] is not None else "-",
+            run["error"] or run["first_divergence"] or "-",
+            run["size"] or "-",
+            f"{run['max_shift']:.3g}" if run["max_shift"] else "-",
+        )
+        for run in result["runs"]
+    ]
+    headers = ("run", "set", "verdict", "first difference from the baseline", "size", "max shift")
+    parts = [tabulate(rows, headers, disable_numparse=True)]
+    if result["packages"]:
+        swaps = [
+            (p["package"], p["from"], p["to"], p["error"] or p["first_divergence"] or "no effect")
+            for p in result["packages"]
+        ]
+        columns = ("package, alone", "from", "to", "first difference")
+        parts.append(tabulate(swaps, columns, disable_numparse=True))
+    parts.append(f"{len(result['runs'])} runs, {len(result['sets'])} sets of equal bits")
+    lines = [f"{name}: {words}" for name, words in result["effects"]]
+    lines += [f"{setting}: {words}" for setting, words in result["interactions"]]
+    return "\n\n".join([*parts, "\n".join(lines)]) + "\n"
+
+
+def _result(plan: Plan, packages: list[dict[str, Any]]) -> dict[str, Any]:
+    runs = []
+    worst = IDENTICAL
+    for setting, run in plan.runs.items():
+        found = run.comparison
+        first = found.first_divergence if found else None
+        code = found.exit_code if found else (None if run.failed else IDENTICAL)
+        worst = max(worst, code or 0)
+        runs.append(
+            {
+                "setting": plan.describe(setting),
+                "values": {f.name: v for f, v in zip(plan.factors, setting, strict=True)},
+                "group": None if run.group is None else letter(run.group),
+                "exit_code": code,
+                "error": run.error,
+                "first_divergence": str(first) if first else None,
+                "step": first.step if first else None,
+                "size": size_text(first.distance) if first else None,
+                "max_shift": found.max_shift if found else 0.0,
+            }
+        )
+    return {
+        "exit_code": worst,
+        "baseline": {f.name: f.values[0] for f in plan.factors},
+        "runs": runs,
+        "sets": [[plan.describe(setting) for setting in group] for group in groups(plan)],
+        "effects": effects(plan),
+        "interactions": interactions(plan),
+        "packages": packages,
+    }
+
+
+def letter(number: int) -> str:
+    """Return A to Z, then A1, B1, ..."""
+    turn, place = divmod(number, 26)
+    return chr(ord("A") + place) + (str(turn) if turn else "")
+
+
+def _record_arguments(args: argparse.Namespace, plan: Plan) -> list[str]:
+    named = {factor.name for factor in plan.factors}
+    arguments = ["record", args.model]
+    for name in HANDED_ON:
+        flag, value = name.replace("_", "-"), getattr(args, name)
+        if value is not None and flag not in named and not (flag == "mode" and "compile" in named):
+            arguments.append(f"--{flag}={value}")
+    if args.tensors:
+        arguments.append("--tensors")
+    if named & {"mode", "compile"} and args.pad_to is None and "pad-to" not in named:
+        # compiled modes pad; without it the padding would be a second difference
+        arguments.append("--pad-to=auto")
+    return arguments
+
+
+def _folder(keep: str | None) -> Path:
+    if keep is None:
+        return Path(tempfile.mkdtemp(prefix="xtrain-drift-"))
+    try:
+        Path(keep).mkdir(parents=True)
+    except OSError as error:
+        raise DriftError(f"cannot make {keep}: {error.strerror}") from None
+    return Path(keep)
+
+
+def _progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
