@@ -8,11 +8,13 @@ import pytest
 import torch
 import triton
 from interpreter import bf16_rounds_to_nearest  # noqa: F401
-from loss_oracle import IGNORE, plain_linear_cross_entropy
+from loss_oracle import IGNORE, head_and_targets, plain_linear_cross_entropy
 from tolerances import assert_close, assert_no_worse_than_plain
 from torch import Tensor
 
+import xtrain.ops.linear_cross_entropy_chunks as chunks
 import xtrain.ops.triton.cross_entropy as kernels
+from xtrain.ops import linear_cross_entropy
 from xtrain.ops.triton.cross_entropy import cross_entropy_rows
 from xtrain.ops.triton.linear_cross_entropy import scale
 
@@ -84,6 +86,23 @@ def test_rows(dtype, V, options):
     without = torch.full_like(weights, math.nan)
     launch(before, None, targets, weights, without, torch.empty_like(lse), options)
     assert torch.equal(without, losses)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_the_whole_op(reduction, monkeypatch):
+    """Chunk after chunk in one buffer, padded rows, odd V: loss and both gradients."""
+    monkeypatch.setattr(chunks, "row_function", lambda hidden: chunks.rows_by_kernel)
+    monkeypatch.setattr(chunks, "chunk_rows", lambda *args, **kwargs: 4)
+    hidden, weight, targets = head_and_targets((2, 5), 6, 101)
+    options = {"reduction": reduction, "label_smoothing": 0.1, "z_loss": 0.01, "softcap": 4.0}
+    loss = linear_cross_entropy(hidden, weight, targets, **options)
+    expected = plain_linear_cross_entropy(hidden, weight, targets, **options)
+    assert_close(loss, expected)
+    dy = torch.rand_like(loss)
+    grads = torch.autograd.grad(loss, (hidden, weight), dy)
+    wants = torch.autograd.grad(expected, (hidden, weight), dy)
+    for grad, want in zip(grads, wants, strict=True):
+        assert_close(grad, want)
 
 
 @pytest.mark.parametrize("tile_rows,vector", [(32, 1), (64, 8), (256, 4)])
