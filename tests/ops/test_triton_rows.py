@@ -136,9 +136,18 @@ def poison() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtypes", [PURE[:3], AUTOCAST[:3], (FP16,) * 3, (FP32,) * 3], ids=str)
-@pytest.mark.parametrize("cast", ["llama", "gemma"])
-def test_values_on_awkward_shapes(cast, dtypes):
+@pytest.mark.parametrize(
+    ("dtypes", "cast"),
+    [
+        (PURE[:3], "llama"),
+        (AUTOCAST[:3], "llama"),
+        ((FP16,) * 3, "llama"),
+        ((FP32,) * 3, "gemma"),
+        (PURE[:3], "gemma"),
+    ],
+    ids=str,
+)
+def test_values_on_awkward_shapes(dtypes, cast):
     """1, odd, prime, just over a block, one row, many rows: values, gradients, no stray writes."""
     for seed, shape in enumerate(
         [(1, 1), (1, 7), (3, 127), (1, 1025), (33, 768), (5, 1000), (2, 8192), (100003, 3)]
