@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from test_dropout_compiled import partitioned_graphs
 from tolerances import assert_no_worse_than_plain
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from xtrain.ops import OPS, rms_norm
 
@@ -101,6 +102,20 @@ def test_forward_mixed_dtypes(cast):
     assert [g.dtype for g in grads[1:]] == [torch.bfloat16, torch.float32]
 
 
+@pytest.mark.parametrize("cast", CASTS)
+def test_forward_out_dtype(cast, device):
+    """The swallowed cast: the result rounded once more, and the gradient of what the cast gave."""
+    forward = OPS["rms_norm"].forward
+    x, weight, dy = draw((6, 96), torch.float32, device)
+    leaves = [x.requires_grad_(), weight.requires_grad_()]
+    plainly, cast_too = forward(*leaves, EPS, cast), forward(*leaves, EPS, cast, torch.bfloat16)
+    assert cast_too.dtype == torch.bfloat16 and torch.equal(cast_too, plainly.bfloat16())
+    dy = dy.bfloat16()
+    grads = torch.autograd.grad(cast_too, leaves, dy)
+    for grad, right in zip(grads, torch.autograd.grad(plainly, leaves, dy.float()), strict=True):
+        assert torch.equal(grad, right)
+
+
 # --- backward -----------------------------------------------------------------------------------
 
 
@@ -172,6 +187,33 @@ def test_compiled_equals_eager(cast, device):
                 results, with_grads(rms_norm, x, weight, dy, cast), strict=True
             ):
                 assert result.dtype == eager.dtype and result.stride() == eager.stride()
+
+
+def test_compiled_opaque_equals_eager(device):
+    """opaque=True keeps the op's own kernel, forward and backward."""
+
+    def function(x, weight, eps, cast):
+        return OPS["rms_norm"].forward(x, weight, eps, cast, None, True)
+
+    inputs = draw((7, 257), torch.bfloat16, device)
+    results = with_grads(torch.compile(function, fullgraph=True), *inputs, "llama")
+    for result, eager in zip(results, with_grads(function, *inputs, "llama"), strict=True):
+        assert torch.equal(result, eager)
+
+
+def test_kernel_is_preferred_for_long_rows_on_a_gpu():
+    prefers = OPS["rms_norm"].prefers_kernel
+    with FakeTensorMode():
+        for n_cols, preferred in (
+            (64, False),
+            (511, False),
+            (512, True),
+            (8192, True),
+            (8193, False),
+        ):
+            x, weight = torch.empty(4, n_cols, device="cuda"), torch.empty(n_cols, device="cuda")
+            assert prefers(x, weight) is preferred
+            assert not prefers(x.double(), weight) and not prefers(x.cpu(), weight.cpu())
 
 
 def test_single_nodes_and_inputs_saved():
