@@ -48,7 +48,8 @@ def position_of_opaque(op: torch._ops.OpOverload) -> int | None:
     return last if arguments and arguments[last].name == OPAQUE else None
 
 
-def _says_opaque(node: torch.fx.Node) -> bool:
+def says_opaque(node: torch.fx.Node) -> bool:
+    """Whether a call of an op that has both forms asks for its kernel."""
     position = position_of_opaque(node.target)  # type: ignore[arg-type]
     if position is None:
         return False
@@ -74,7 +75,7 @@ def _decomposed_lowering(decomposition: Callable[..., Any]) -> Callable[..., Any
         from torch._inductor.virtualized import V
 
         node = V.graph.current_node
-        if _says_opaque(node):
+        if says_opaque(node):
             return _external_call(node, args, kwargs)
         flat_nodes, spec = pytree.tree_flatten((node.args, node.kwargs))
         flat_args = pytree.tree_leaves((list(args), kwargs))
@@ -281,8 +282,27 @@ def inner_backend(
     if name == "inductor":
         wrapper = torch._TorchCompileInductorWrapper(mode, options, dynamic)
         wrapper.config.setdefault("emulate_precision_casts", True)
+        _add_post_grad_pass(wrapper.config)
         return wrapper
     return torch._dynamo.lookup_backend(name)
+
+
+def _add_post_grad_pass(config: dict[str, Any]) -> None:
+    """Have inductor run split_gradient_sums on its graphs, unless a user's own pass is there."""
+    from torch._inductor import config as inductor_config
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+    from xtrain.passes import split_gradient_sums
+
+    class SplitGradientSums(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            split_gradient_sums.split_gradient_sums(graph)
+
+        def uuid(self) -> bytes:
+            return get_hash_for_files((split_gradient_sums.__file__,))
+
+    if inductor_config.post_grad_custom_pre_pass is None:
+        config.setdefault("post_grad_custom_pre_pass", SplitGradientSums())
 
 
 def cache_key_tag(tag: str) -> Any:
@@ -322,6 +342,12 @@ def has_triton() -> bool:
     from importlib.util import find_spec
 
     return find_spec("triton") is not None
+
+
+def guarded_float(value: torch.SymFloat) -> float:
+    """Return the number that a symbolic float stands for, guarding that it stays that number."""
+    float(value)  # the guard; what it returns went through decimal digits
+    return float(value.node.hint)
 
 
 def real_tensors() -> Any:
