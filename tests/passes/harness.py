@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from graphs import SITES, Mark, Model
 from mask_oracle import keep_mask
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from xtrain.passes import fx_utils
 from xtrain.passes.insert_residual_dropout import InsertResult, insert_residual_dropout
@@ -26,11 +26,11 @@ class Captured:
     inputs: tuple[Any, ...]
 
 
-def _call(_xtrain_model: nn.Module, *args: Any) -> Any:
+def _call(_xtrain_model: Callable[..., Any], *args: Any) -> Any:
     return _xtrain_model(*args)
 
 
-def capture(model: nn.Module, *args: Any) -> Captured:
+def capture(model: Callable[..., Any], *args: Any) -> Captured:
     """Trace a call as xtrain.compile does; the model must make one graph."""
     found: list[Captured] = []
 

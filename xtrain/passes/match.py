@@ -48,6 +48,8 @@ _ALIASING = (fx_utils.VIEW_LIKE - {"clone"}) | {
     "real",
     "view_as_real",
     "view_as_complex",
+    "getattr",
+    "unfold",
 }
 _IN_PLACE = frozenset({"setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "ipow", "imod"})
 _IN_PLACE |= {"iand", "ior", "ixor", "imatmul"}
@@ -268,11 +270,11 @@ class Writes:
     """Which values of a graph are written in place: a swap reads later than the ops it replaces."""
 
     def __init__(self, graph: fx.Graph):
-        self._roots = {_root(node) for node in _written(graph)}
+        self._roots = {root_of(node) for node in _written(graph)}
 
     def refuse(self, *nodes: Any) -> None:
         """Raise Refused if one of these values is written anywhere in the graph."""
-        if self._roots and any(isinstance(n, fx.Node) and _root(n) in self._roots for n in nodes):
+        if self._roots and any(isinstance(n, fx.Node) and root_of(n) in self._roots for n in nodes):
             raise Refused("an op writes in place into what it reads")
 
 
@@ -291,7 +293,7 @@ def _written(graph: fx.Graph) -> Iterator[fx.Node]:
             yield out
 
 
-def _root(node: fx.Node) -> fx.Node:
+def root_of(node: fx.Node) -> fx.Node:
     """The value that a node may share memory with, through views and in-place ops."""
     while True:
         name = op_name(node)

@@ -4,6 +4,8 @@ Before:  c = x.to(fp32)            x is fp32 already     After:  readers of c, d
          d = F.dropout(x, 0.0)
          v = x[:, 0:, :]
          t = x.transpose(1, 2).transpose(1, 2)
+         h += y                    nobody reads h's memory later      h = h + y
+         e = model.eps.item()      dynamic=True                       readers of e read the number
 Stage:   Dynamo's graph, with dropout in. Casts of one value would otherwise part the residual
          stream from the norm that reads it.     Changes numerics: no.
 Needs:   nothing; the graph is not traced again. Dynamo's graph is nearly canonical as it stands,
@@ -14,33 +16,122 @@ Skips:   a value that is written in place, whose copy or view is then not the va
 
 from __future__ import annotations
 
+import operator
+from itertools import islice
 from typing import Any
 
+import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from xtrain.passes.forms import replace
-from xtrain.passes.fx_utils import op_name, operand, tensor_meta
-from xtrain.passes.match import Writes, cast_source, unary_of
+from xtrain import torch_compat
+from xtrain.passes.forms import erase_dead, replace
+from xtrain.passes.fx_utils import (
+    add_operands,
+    called_bodies,
+    op_name,
+    operand,
+    operands_of_bodies,
+    tensor_meta,
+)
+from xtrain.passes.match import Writes, cast_source, root_of, unary_of
 from xtrain.passes.result import PassResult
 from xtrain.passes.swap import swap_each
 from xtrain.passes.values import is_absent_dropout
+
+# Where the sources of what belongs to the compiled model begin (compiler/seeds.py, ENTRY_ROOT).
+_MODEL = "L['_xtrain_model']"
 
 
 def normalise(graph: fx.Graph) -> PassResult:
     """Take out what hands a value on unchanged; each counts as matched and replaced."""
 
     def take_out(node: fx.Node, writes: Writes) -> str | None:
+        if _adds_out_of_place(node):
+            return "taken out"
         source = unchanged(node)
         if source is None:
             return None
         writes.refuse(source, node)
-        replace(node, source)
+        take_place(source, node)
         return "taken out"
 
+    module = graph.owning_module
+    assert module is not None
+    num_numbers = _read_attributes(module)
     result = swap_each(graph, take_out)
     result.forms.clear()
+    result.num_matched += num_numbers
+    result.num_replaced += num_numbers
     return result
+
+
+def _read_attributes(module: fx.GraphModule) -> int:
+    """Put the numbers that are attributes of the model where dynamic=True made inputs of them.
+
+    An eps, a scale or a probability of zero is no size: a guard on it costs no recompile. What is
+    an argument of the forward stays an input.
+    """
+    numbers: dict[fx.Node, float] = {}
+    for node in list(module.graph.nodes):
+        value = node.meta.get("example_value")
+        source = unary_of(node, "item")
+        if source is None or not isinstance(value, torch.SymFloat):
+            continue
+        if source.op == "placeholder" and torch_compat.source_name(source).startswith(_MODEL):
+            numbers[node] = torch_compat.guarded_float(value)
+    for placeholder, value in operands_of_bodies(module).items():
+        if isinstance(value, fx.Node) and value in numbers:
+            numbers[placeholder] = numbers[value]
+    for node, number in numbers.items():
+        for user in list(node.users):
+            user.args, user.kwargs = fx.node.map_arg(
+                (user.args, user.kwargs),
+                lambda n, node=node, number=number: number if n is node else n,  # type: ignore[misc]
+            )
+        if node.op != "placeholder":
+            node.graph.erase_node(node)
+    return len(numbers)
+
+
+def take_place(source: fx.Node, node: fx.Node) -> None:
+    """Have source take node's place; what stood between goes if nothing else reads it."""
+    between = [n for n in node.all_input_nodes if n is not source]
+    replace(node, source)
+    for n in between:
+        erase_dead(n)
+
+
+def _adds_out_of_place(node: fx.Node) -> bool:
+    """Turn an add in place into a plain one where nobody can see the difference."""
+    if op_name(node) not in ("iadd", "add_") or operand(node, 2, "alpha", default=1) != 1:
+        return False
+    target, other = add_operands(node)
+    before, after = tensor_meta(target), tensor_meta(node)
+    if before is None or after is None or not isinstance(target, fx.Node):
+        return False
+    owner = root_of(target)
+    added = tensor_meta(other)
+    promoted = before.dtype if added is None else torch.promote_types(before.dtype, added.dtype)
+    if owner.op not in ("call_function", "call_method") or called_bodies(owner):
+        return False  # somebody else's memory
+    if promoted != after.dtype or _is_read_by_another_name(node, owner):
+        return False
+    node.op, node.target = "call_function", operator.add
+    node.args, node.kwargs = (target, other), {}
+    return True
+
+
+def _is_read_by_another_name(write: fx.Node, owner: fx.Node) -> bool:
+    """Whether a node behind a write reads the memory of `owner` other than through the write."""
+    through_write = {write}
+    for node in islice(write.graph.nodes, list(write.graph.nodes).index(write) + 1, None):
+        sources = [n for n in node.all_input_nodes if root_of(n) is owner]
+        if any(n not in through_write for n in sources):
+            return True
+        if sources and root_of(node) is owner:
+            through_write.add(node)
+    return False
 
 
 def unchanged(node: fx.Node) -> fx.Node | None:

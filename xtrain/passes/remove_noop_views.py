@@ -10,9 +10,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from xtrain.passes.forms import erase_unread, replace
 from xtrain.passes.match import Writes, cast_source, dtype_of
-from xtrain.passes.normalise import unchanged
+from xtrain.passes.normalise import take_place, unchanged
 from xtrain.passes.result import PassResult
 from xtrain.passes.swap import swap_each
 
@@ -25,9 +24,7 @@ def remove_noop_views(graph: fx.Graph) -> PassResult:
         if source is None:
             return None
         writes.refuse(source, node)
-        between = node.all_input_nodes
-        replace(node, source)
-        erase_unread([n for n in between if n is not source])
+        take_place(source, node)
         return "taken out"
 
     result = swap_each(graph, take_out)

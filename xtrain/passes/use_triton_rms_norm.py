@@ -6,6 +6,7 @@ Before:  c = x.to(fp32)                                       After:  y = xtrain
          y = (n * (1 + w.float())).to(x.dtype)  "gemma"
          y = (w * n).to(x.dtype)                as "llama" on c, rounded once to x.dtype
          y = F.rms_norm(x, (D,), w, eps)        multiplies in fp32, then casts
+         y = w * F.rms_norm(x, (D,), None, eps) "llama"
 Stage:   normalised graph.     Changes numerics: within tolerance; the order of casts stays.
 Anchor:  x / rms, as a product with rsqrt or a quotient by sqrt.
 Skips:   statistics formed in a half dtype, a norm without weight or whose x / rms is read
@@ -120,12 +121,17 @@ def _match_call(node: fx.Node) -> Norm | None:
         return None
     if isinstance(shape, tuple | list) and len(shape) != 1:
         raise Refused("it normalises over several dims")
-    _check_weight(weight, x)
-    if eps is None:
-        eps = torch.finfo(known_dtype(x)).eps
+    c = compute_dtype(known_dtype(node))
+    if eps is None:  # that of the dtype of the arithmetic (pytorch#142848)
+        eps = torch.finfo(c).eps
     if not is_number(eps):
         raise Refused("eps is no constant")
-    c = compute_dtype(known_dtype(node))
+    if weight is None:
+        norm = _scaled(node, uncast(x) if c == dtype_of(x) else x)
+        norm.eps = float(eps)
+        norm.inner.append(node)
+        return norm
+    _check_weight(weight, x)
     return Norm(x, weight, float(eps), "llama", node, c if c != dtype_of(x) else None)
 
 
@@ -154,10 +160,11 @@ def _normalised(node: fx.Node) -> tuple[fx.Node, float, list[Any]] | None:
     pairs: list[tuple[Any, Any, Any]] = []  # value, what divides it squared, the node between
     if (factors := mul_of(node)) is not None:
         for value, rstd in (factors, factors[::-1]):
-            pairs.append((value, _square_of_reciprocal(rstd), rstd))
+            pairs.append((value, _square_of_reciprocal(uncast(rstd)), rstd))
     elif (quotient := div_of(node)) is not None:
         value, rms = quotient
-        pairs.append((value, unary_of(rms, "sqrt") or power_of(rms, 0.5), rms))
+        root = uncast(rms)
+        pairs.append((value, unary_of(root, "sqrt") or power_of(root, 0.5), rms))
     for value, under_root, rstd in pairs:
         if not isinstance(under_root, fx.Node) or not isinstance(value, fx.Node):
             continue
@@ -218,7 +225,9 @@ def _scaled(n: fx.Node, x: fx.Node) -> Norm:
     if user is None:
         raise Refused("x / rms has other readers than the weight")
     scaled, rounded = n, None
-    if cast_source(user) is n:
+    if dtype_of(n) != compute_dtype(known_dtype(n)):
+        rounded = n  # F.rms_norm without weight, on a half dtype
+    elif cast_source(user) is n:
         if dtype_of(user) != dtype_of(x):
             raise Refused(
                 f"x / rms is rounded to {name_of(dtype_of(user))}, which is not x's dtype"

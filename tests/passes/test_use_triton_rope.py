@@ -1,0 +1,265 @@
+"""use_triton_rope: rotate-half, interleaved and partial rotations as models spell them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import calls
+from swapping import assert_left_alone, assert_swapped, c_of, run
+from torch.utils.checkpoint import checkpoint
+
+from xtrain.passes.use_triton_rope import use_triton_rope as swap
+
+B, N, M, T, H = 2, 4, 2, 6, 8
+POSITIONS = torch.arange(T)
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def angles_like(x, width):
+    """[T, width / 2], in the dtype of arithmetic on x."""
+    c = c_of(x)
+    frequencies = 100.0 ** -(torch.arange(0, width, 2).to(c) / width)
+    return torch.arange(T).to(c)[:, None] * frequencies
+
+
+def rotate_half(x):
+    return torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), dim=-1)
+
+
+def rotate_every_two(x):
+    return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+
+
+def tables(x, width=None):
+    f = angles_like(x, width or x.shape[-1])
+    emb = torch.cat((f, f), dim=-1)
+    return emb.cos(), emb.sin()
+
+
+def half_tables(x):
+    f = angles_like(x, H)
+    return f.cos(), f.sin()
+
+
+def hugging_face(q, k):
+    """[B, N, T, H]; tables [1, T, H], unsqueezed over heads."""
+    cos, sin = (t[None].to(q.dtype if q.dtype == torch.float64 else torch.float32) for t in
+                tables(q))  # fmt: skip
+    cos, sin = (cos * 1.0).unsqueeze(1), (sin * 1.0).unsqueeze(1)
+    return (
+        ((q * cos) + (rotate_half(q) * sin)).to(q.dtype),
+        ((k * cos) + (rotate_half(k) * sin)).to(k.dtype),
+    )
+
+
+def operands_swapped(q, k):
+    cos, sin = tables(q)
+    return tuple((sin * rotate_half(x) + cos * x).type_as(x) for x in (q, k))
+
+
+def in_parts(q, k):
+    """Our own: [B, T, N, H] with tables [T, 1, H / 2]."""
+
+    def turn(x, cos, sin):
+        cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+        a, b = x.chunk(2, dim=-1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+    cos, sin = half_tables(q)
+    return turn(q.transpose(1, 2), cos, sin), turn(k.transpose(1, 2), cos, sin)
+
+
+def turned_back(q, k):
+    """The sign of some nanoGPT descendants: y2 = x1 * (-sin) + x2 * cos."""
+
+    def turn(x, cos, sin):
+        a, b = x.split(H // 2, dim=3)
+        return torch.cat((a * cos + b * sin, a * (-sin) + b * cos), 3).to(x.dtype)
+
+    cos, sin = half_tables(q)
+    return turn(q, cos, sin), turn(k, cos, sin)
+
+
+def interleaved(q, k):
+    """GPT-J: every two, tables repeated."""
+    f = angles_like(q, H)
+    cos, sin = (t.repeat_interleave(2, dim=-1)[None, None] for t in (f.cos(), f.sin()))
+    return tuple((x * cos + rotate_every_two(x) * sin).to(x.dtype) for x in (q, k))
+
+
+def interleaved_in_parts(q, k):
+    """Llama's own code without complex numbers."""
+
+    def turn(x, cos, sin):
+        a, b = x.to(c_of(x)).unflatten(-1, (-1, 2)).unbind(-1)
+        return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(3).type_as(x)
+
+    cos, sin = half_tables(q)
+    return turn(q, cos, sin), turn(k, cos, sin)
+
+
+def partial(q, k):
+    """GPT-NeoX, Phi: the first half of a head turns, the rest passes."""
+    R = H // 2
+    cos, sin = tables(q, R)
+
+    def turn(x):
+        turning, passing = x[..., :R], x[..., R:]
+        turned = (turning * cos + rotate_half(turning) * sin).to(x.dtype)
+        return torch.cat((turned, passing), dim=-1)
+
+    return turn(q), turn(k)
+
+
+ALL = [hugging_face, operands_swapped, in_parts, turned_back, interleaved, interleaved_in_parts]
+ALL += [partial]
+
+
+def q_and_k(dtype=torch.float32, **shape):
+    return torch.randn(B, N, T, H).to(dtype), torch.randn(B, M, T, H).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rotation", ALL)
+def test_queries_and_keys_turn_in_one_call(rotation, dtype):
+    module = assert_swapped(swap, rotation, *q_and_k(dtype), count=2)
+    (call,) = calls(module, "rope_qk")
+    layout = "interleaved" if "interleaved" in rotation.__name__ else "half"
+    assert call.args[4] == layout
+    R = H // 2 if rotation is partial else H
+    assert call.args[2].meta["example_value"].shape == (T, R // 2)
+    assert call.args[0].meta["example_value"].dtype == dtype
+    assert not calls(module, "cat") or rotation in (hugging_face, operands_swapped, partial)
+
+
+def test_known_values():
+    """Row C21: position 1, angle 1 for pair 0."""
+
+    def first_columns(rotation):
+        q = torch.zeros(1, 1, T, H)
+        q[0, 0, 1, 0] = 1.0
+        module = assert_swapped(swap, rotation, q, q.clone(), count=2)
+        return run(module, q, q)[0][0, 0, 1]
+
+    half, every_two = first_columns(hugging_face), first_columns(interleaved)
+    assert half[[0, 1, H // 2]].tolist() == pytest.approx([0.540302, 0, 0.841471], abs=1e-6)
+    assert every_two[:3].tolist() == pytest.approx([0.540302, 0.841471, 0], abs=1e-6)
+
+
+def test_one_rotation_alone_and_different_tables():
+    def only_q(q, k):
+        cos, sin = tables(q)
+        return q * cos + rotate_half(q) * sin, 2 * k
+
+    module = assert_swapped(swap, only_q, *q_and_k())
+    assert len(calls(module, "rope")) == 1 and not calls(module, "rope_qk")
+
+    def own_angles(q, k):
+        (cos, sin), (other_cos, other_sin) = tables(q), tables(k)
+        return q * cos + rotate_half(q) * sin, k * other_cos + rotate_half(k) * other_sin
+
+    module = assert_swapped(swap, own_angles, *q_and_k(), count=2)
+    assert len(calls(module, "rope")) == 2
+
+
+def test_wide_results_stay_wide_unless_attention_rounds_them():
+    """Under autocast q is bf16 and q * cos fp32; attention reads it as bf16, a sum would not."""
+
+    def scores(q, k, rounding):
+        q, k = q.bfloat16() if rounding else q, k.bfloat16() if rounding else k
+        cos, sin = (t.float() for t in tables(q))
+        return [x * cos + rotate_half(x) * sin for x in (q, k.repeat_interleave(2, 1))]
+
+    def attention(q, k):
+        wide = scores(q, k, q.dtype != torch.float64)
+        return torch.nn.functional.scaled_dot_product_attention(*wide, wide[1])
+
+    module = assert_swapped(swap, attention, *q_and_k(), count=2, autocast=True)
+    (call,) = calls(module, "rope_qk")
+    assert call.args[0].meta["example_value"].dtype == torch.bfloat16
+
+    def summed(q, k):
+        return sum(scores(q, k, q.dtype != torch.float64))
+
+    module = assert_swapped(swap, summed, *q_and_k(), count=2, autocast=True)
+    (call,) = calls(module, "rope_qk")
+    assert call.args[0].meta["example_value"].dtype == torch.float32
+
+
+def test_tables_reach_a_checkpointed_block_from_outside():
+    def block(q, k, cos, sin):
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
+
+    def model(q, k):
+        cos, sin = (t[None] for t in tables(q))
+        q, k = checkpoint(block, q, k, cos, sin, use_reentrant=False)
+        return checkpoint(block, q, k, cos, sin, use_reentrant=False)
+
+    module = assert_swapped(swap, model, *q_and_k(), count=4)
+    assert len(calls(module, "rope_qk")) == 2
+
+
+# --- what must stay -----------------------------------------------------------------------------
+
+
+def unproved_tables(q, k):
+    cos, sin = torch.randn(T, H), torch.randn(T, H)
+    return q * cos + rotate_half(q) * sin
+
+
+def pairs_of_unequal_angles(q, k):
+    f = angles_like(q, H)
+    emb = torch.cat((f, 2 * f), dim=-1)
+    return q * emb.cos() + rotate_half(q) * emb.sin()
+
+
+def tables_by_head(q, k):
+    cos, sin = (t.expand(B, N, T, H // 2) for t in half_tables(q))
+    a, b = q.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+def three_dims(q, k):
+    x, (cos, sin) = q[0], tables(q)
+    return x * cos + rotate_half(x) * sin
+
+
+@pytest.mark.parametrize(
+    ("rotation", "reason"),
+    [
+        (unproved_tables, "nothing shows that cos gives both members of a pair one angle"),
+        (pairs_of_unequal_angles, "nothing shows that cos"),
+        (tables_by_head, "do not tell heads from tokens"),
+        (three_dims, "x is not"),
+    ],
+)
+def test_what_is_refused_with_its_reason(rotation, reason):
+    assert_left_alone(swap, rotation, *q_and_k(), reason=reason)
+
+
+def other_sign(q, k):
+    """A reflection, no rotation."""
+    cos, sin = tables(q)
+    return q * cos + torch.cat((q[..., H // 2 :], q[..., : H // 2]), -1) * sin
+
+
+def both_plus(q, k):
+    cos, sin = half_tables(q)
+    a, b = q.chunk(2, -1)
+    return torch.cat((a * cos + b * sin, b * cos + a * sin), -1)
+
+
+def other_value_turned(q, k):
+    cos, sin = tables(q)
+    return q * cos + rotate_half(q + 1) * sin
+
+
+def cut_at_a_third(q, k):
+    cos, sin = tables(q)
+    return q * cos + torch.cat((-q[..., 3:], q[..., :3]), -1) * sin
+
+
+@pytest.mark.parametrize("function", [other_sign, both_plus, other_value_turned, cut_at_a_third])
+def test_look_alikes_are_no_match(function):
+    assert_left_alone(swap, function, *q_and_k())

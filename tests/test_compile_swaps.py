@@ -1,0 +1,371 @@
+"""xtrain.compile with kernels on a CPU: what is swapped in which model, and nothing else is."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from mask_oracle import keep_mask
+from probe_model import ProbeModel, decode_masks, gradient_masks
+from test_compile_models import build, labelled
+from tolerances import assert_no_worse_than_plain
+from torch import nn
+
+import xtrain
+from xtrain import ops, passes, torch_compat
+from xtrain.compiler import swaps
+from xtrain.model import Config, Transformer
+from xtrain.passes import fx_utils
+from xtrain.rng import site_seed
+
+P = 0.1
+SWAPS = [name for name in passes.PASSES if name.startswith(("use_triton", "fuse"))]
+
+
+def tiny(**overrides):
+    torch.manual_seed(0)
+    return Transformer(Config.preset("tiny", vocab_size=64, n_kv_heads=1, **overrides))
+
+
+def tokens(length=9, size=2):
+    ids = torch.randint(3, 64, (size, length + 1), generator=torch.Generator().manual_seed(1))
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+def counts(compiled):
+    """Swap -> how many it replaced, over all training graphs."""
+    found = dict.fromkeys(SWAPS, 0)
+    for result in compiled.report().passes:
+        if result.name in found:
+            found[result.name] += result.num_replaced
+    return found
+
+
+def skipped(compiled, name):
+    results = [r for r in compiled.report().passes if r.name == name]
+    return {reason: n for r in results for reason, n in r.skipped.items()}  # of the last graph
+
+
+def loss_and_gradients(model, compiled, call, autocast=False):
+    """[loss, every gradient] of one training step."""
+    model.zero_grad()
+    context = torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
+    with context:
+        out = compiled(**call) if isinstance(call, dict) else compiled(*call)
+    loss = out.loss if isinstance(call, dict) else out[1]
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def assert_as_good_as_plain(model, call, *, autocast=False, **options):
+    """Hold a swapped model to fp64 against the plain one with the same masks; the compiled model.
+
+    backend="eager" swaps nothing: it is plain PyTorch with our dropout.
+    """
+    compiled = xtrain.compile(model, dropout=P, seed=1, backend="aot_eager", **options)
+    found = loss_and_gradients(model, compiled, call, autocast)
+    unswapped = xtrain.compile(model, dropout=P, seed=1, backend="eager")
+    plain = loss_and_gradients(model, unswapped, call, autocast)
+    exact = xtrain.compile(model.double(), dropout=P, seed=1, backend="eager")
+    truth = loss_and_gradients(model, exact, call)
+    model.float()
+    for actual, reference, value in zip(found, plain, truth, strict=True):
+        if autocast:
+            # Every number carries bf16's error: the whole tensor's is what can be compared, where
+            # the largest of a few elements is chance. A loss may be exact by chance: half an ulp
+            # of its bf16 logits, averaged over 18 tokens, is 2^-11 of it (seen: 2^-18).
+            slack = 2.0**-15 * float(value.norm()) if value.ndim == 0 else 0.0
+            assert distance(actual, value) <= 2 * distance(reference, value) + slack
+        else:
+            # Scaled by its own size: that is what the rounding of a gradient is relative to.
+            scale = float(value.abs().max())
+            assert_no_worse_than_plain(actual, reference, value, scale=scale)
+    return compiled
+
+
+def distance(a, truth):
+    return float((a.double() - truth).norm())
+
+
+# --- counts: row C16 ----------------------------------------------------------------------------
+
+
+def expected(norms, ropes, swiglus, attentions, heads, fused):
+    return dict(zip(SWAPS, (norms, ropes, swiglus, attentions, heads, fused), strict=True))
+
+
+# Two layers each. Norms: two a layer and the last; q/k norms, post and sandwich norms come on top.
+FAMILIES = {
+    "llama": expected(5, 4, 2, 2, 1, 4),
+    "mistral": expected(5, 4, 2, 2, 1, 4),
+    "qwen3": expected(9, 4, 2, 2, 1, 4),
+    "gemma2": expected(9, 4, 0, 2, 1, 4),  # its gate is a GELU
+    "olmo2": expected(9, 4, 2, 2, 1, 1),  # post norm: only the last norm reads a sum
+    "phi3": expected(5, 4, 2, 2, 1, 4),
+    "gpt2": expected(0, 0, 0, 0, 1, 0),  # LayerNorm, attention dropout
+    "gpt_neox": expected(0, 4, 0, 2, 1, 0),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_counts_values_and_gradients_of_a_family(family):
+    model, _ = build(family)
+    call = labelled(family)
+    if family == "gpt2":  # its own dropout draws other masks in each run
+        compiled = xtrain.compile(model, dropout=P, seed=1, backend="aot_eager", logits="drop")
+        assert compiled(**call).loss.isfinite()
+    else:
+        compiled = assert_as_good_as_plain(model, call, logits="drop")
+    assert counts(compiled) == FAMILIES[family]
+
+
+@pytest.mark.parametrize("n_layers", [1, 4])
+def test_counts_of_our_own_model(n_layers):
+    compiled = assert_as_good_as_plain(tiny(n_layers=n_layers), tokens(), logits="drop")
+    L = n_layers
+    assert counts(compiled) == expected(2 * L + 1, 2 * L, L, L, 1, 2 * L)
+    report = str(compiled.report())
+    assert f"{2 * L + 1} x decomposition on cpu" in report and "left alone" in report
+
+
+@pytest.mark.parametrize("recompute", ["full", 1])
+def test_checkpointed_blocks_are_swapped_inside(recompute):
+    """Of each body the attention's branch fuses; the feed-forward's sum is read outside of it."""
+    compiled = assert_as_good_as_plain(tiny(recompute=recompute), tokens())
+    found = counts(compiled)
+    assert list(found.values())[:4] == [5, 4, 2, 2]
+    assert found["fuse_dropout_add_rms_norm"] == (2 if recompute == "full" else 3)
+
+
+def test_gradient_checkpointing_of_a_foreign_model():
+    model, _ = build("llama")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    compiled = assert_as_good_as_plain(model, labelled("llama"))
+    assert list(counts(compiled).values())[:4] == [5, 4, 2, 2]
+
+
+@pytest.mark.parametrize("family", ["ours", "llama", "gemma2", "qwen3"])
+def test_bf16_autocast(family):
+    model = tiny() if family == "ours" else build(family)[0]
+    call = tokens() if family == "ours" else labelled(family)
+    compiled = assert_as_good_as_plain(model, call, autocast=True, logits="drop")
+    layers = expected(5, 4, 2, 2, 1, 4) if family == "ours" else FAMILIES[family]
+    assert counts(compiled) == layers
+
+
+def test_logits_are_dropped_only_in_training_with_labels():
+    model, (ids, targets) = tiny(), tokens()
+    compiled = xtrain.compile(model, dropout=P, seed=1, backend="aot_eager", logits="drop")
+    logits, loss = compiled(ids, targets)
+    assert logits is None and loss.isfinite()
+    assert compiled(ids)[0] is not None
+    compiled.eval()
+    assert compiled(ids, targets)[0] is not None
+    compiled.train()
+    kept = xtrain.compile(model, dropout=P, seed=1, backend="aot_eager")
+    assert kept(ids, targets)[0] is not None
+    assert 'pass logits="drop"' in str(kept.report())
+    unswapped = xtrain.compile(model, dropout=P, backend="eager", logits="drop")
+    assert unswapped(ids, targets)[0] is not None
+    assert "logits are kept" in str(unswapped.report())
+
+
+def test_return_logits_false_is_enough():
+    model, (ids, targets) = tiny(), tokens()
+    compiled = xtrain.compile(model, dropout=P, seed=1, backend="aot_eager")
+    compiled(ids, targets, return_logits=False)[1].backward()
+    assert counts(compiled)["use_triton_linear_cross_entropy"] == 1
+
+
+# --- masks --------------------------------------------------------------------------------------
+
+
+class NormedProbe(ProbeModel):
+    """The probe with a norm before each branch, so that every dropout is fused."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.weight = nn.Parameter(torch.ones(8))
+        for block in self.blocks:
+            for branch in (block.attn, block.mlp):
+                plain = branch.forward
+                branch.forward = lambda x, plain=plain: plain(
+                    F.rms_norm(x, (8,), self.weight, 1e-6)
+                )
+
+    def forward(self, ids):
+        stream = super().forward(ids)
+        return F.rms_norm(stream, (8,), self.weight, 1e-6) * 0 + stream
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_masks_after_fusing_are_the_oracles(backend, checkpointed):
+    model = NormedProbe(checkpointed=checkpointed)
+    compiled = xtrain.compile(model, dropout=0.5, seed=3, backend=backend)
+    compiled.set_step(5, first_sample=0)
+    out = compiled(torch.zeros(4, 5, dtype=torch.int64))
+    out.sum().backward()
+    assert counts(compiled)["fuse_dropout_add_rms_norm"] >= 2
+    names = [(layer, site) for layer in (0, 1) for site in ("attention", "feed_forward")]
+    oracle = [torch.from_numpy(keep_mask((4, 5, 8), 0.5, site_seed(3, 5, *n))) for n in names]
+    assert all(map(torch.equal, decode_masks(out, 2), oracle))
+    assert all(map(torch.equal, gradient_masks(model), oracle))
+
+
+# --- shapes -------------------------------------------------------------------------------------
+
+
+def test_dynamic_shapes_swap_and_compile_at_most_twice():
+    model = tiny()
+    compiled = xtrain.compile(model, dropout=P, seed=1, backend="aot_eager")
+    eager = xtrain.compile(model, dropout=P, seed=1, backend="eager", dynamic=False)
+    before = torch_compat.num_compiled_graphs()
+    outs = []
+    for step, (length, size) in enumerate([(9, 2), (12, 2), (7, 3), (16, 4)]):
+        compiled.set_step(step)
+        outs.append(compiled(*tokens(length, size))[1])
+    assert torch_compat.num_compiled_graphs() - before <= 2
+    num_graphs = compiled.report().num_train_graphs
+    assert list(counts(compiled).values())[:4] == [
+        5 * num_graphs,
+        *(n * num_graphs for n in (4, 2, 2)),
+    ]
+    for step, (length, size) in enumerate([(9, 2), (12, 2), (7, 3), (16, 4)]):
+        eager.set_step(step)
+        torch.testing.assert_close(outs[step], eager(*tokens(length, size))[1])
+
+
+def test_a_mask_of_symbolic_size_is_left_with_its_reason():
+    model, _ = build("llama")
+    compiled = xtrain.compile(model, dropout=P, backend="aot_eager", dynamic=True, strict=False)
+    compiled(**labelled("llama")).loss.backward()
+    reason = "its mask has symbolic sizes, so that it cannot be computed here"
+    num_graphs = compiled.report().num_train_graphs  # Dynamo compiles again to specialise floats
+    assert skipped(compiled, "use_triton_sdpa") == {reason: 2}
+    found = counts(compiled)
+    assert list(found.values())[:4] == [5 * num_graphs, 4 * num_graphs, 2 * num_graphs, 0]
+
+
+def test_blocks_compiled_one_by_one():
+    model = tiny(n_layers=3)
+    compiled = xtrain.compile_blocks(model, dropout=P, seed=1, backend="aot_eager")
+    whole = xtrain.compile(model, dropout=P, seed=1, backend="eager")
+    found, plain = (loss_and_gradients(model, m, tokens()) for m in (compiled, whole))
+    for a, b in zip(found, plain, strict=True):
+        torch.testing.assert_close(a, b)
+    assert list(counts(compiled).values()) == [2, 2, 1, 1, 0, 1]  # of one graph for all layers
+
+
+# --- policy -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options", [dict(kernels="off", backend="aot_eager"), dict(backend="eager")], ids=str
+)
+def test_without_kernels_nothing_is_normalised_or_swapped(options):
+    model = tiny()
+    compiled = xtrain.compile(model, dropout=P, seed=1, **options)
+    plain = xtrain.compile(model, dropout=P, seed=1, backend="eager", kernels="off")
+    found, expected_values = (loss_and_gradients(model, m, tokens()) for m in (compiled, plain))
+    assert all(map(torch.equal, found, expected_values))
+    assert [r.name for r in compiled.report().passes] == ["insert_residual_dropout"]
+
+
+def test_a_swap_can_be_left_out_by_name():
+    model = tiny()
+    left_out = ["use_triton_rope", "fuse_dropout_add_rms_norm"]
+    compiled = xtrain.compile(model, dropout=P, backend="aot_eager", disable_passes=left_out)
+    compiled(*tokens())
+    assert not set(left_out) & {r.name for r in compiled.report().passes}
+    assert list(counts(compiled).values()) == [5, 0, 2, 2, 0, 0]
+
+
+@pytest.mark.parametrize("broken", ["normalise", "use_triton_rope", "remove_noop_views"])
+def test_a_failing_pass_of_ours_costs_kernels_and_no_dropout(broken, monkeypatch, caplog):
+    def fail(graph, **_):
+        raise KeyError("something unforeseen")
+
+    fail.__name__ = broken
+    if broken in SWAPS:
+        listed = [fail if s.__name__ == broken else s for s in swaps._SWAPS]
+        monkeypatch.setattr(swaps, "_SWAPS", tuple(listed))
+    else:
+        monkeypatch.setattr(swaps, broken, fail)
+    model = tiny()
+    compiled = xtrain.compile(model, dropout=P, seed=1, backend="aot_eager")
+    with caplog.at_level(logging.WARNING, "xtrain.passes"):
+        found = loss_and_gradients(model, compiled, tokens())
+    assert "no kernels are swapped in, dropout stays as it is" in caplog.text
+    report = compiled.report()
+    assert any(broken in n and "something unforeseen" in n for n in report.notes)
+    assert len(report.sites) == 4 and [r.name for r in report.passes] == ["insert_residual_dropout"]
+    plain = xtrain.compile(model, dropout=P, seed=1, backend="eager")
+    assert all(map(torch.equal, found, loss_and_gradients(model, plain, tokens())))
+
+
+@pytest.fixture
+def registry():
+    yield
+    for name in list(passes._registered):
+        passes.unregister(name)
+
+
+def test_a_pass_of_the_users_behind_a_swap_sees_its_ops_and_its_failure_is_raised(registry):
+    seen = []
+
+    def look(graph):
+        seen.append(sum(n.target is ops.OPS["rms_norm"].forward for n in graph.nodes))
+
+    passes.register("look", look, after="use_triton_rms_norm")
+    model = tiny()
+    compiled = xtrain.compile(model, dropout=P, backend="aot_eager")
+    compiled(*tokens())
+    assert seen == [5]
+    off = xtrain.compile(model, dropout=P, backend="aot_eager", kernels="off")
+    off(*tokens())
+    assert seen == [5, 0]
+    assert [r.name for r in off.report().passes] == ["insert_residual_dropout", "normalise", "look"]
+    compiled.eval()
+    compiled(*tokens())
+    assert seen == [5, 0, 0]
+
+    def fail(graph):
+        raise KeyError("mine")
+
+    passes.register("look", fail, after="use_triton_rms_norm")
+    with pytest.raises(
+        passes.PassError, match="the graph pass 'look' failed with KeyError: 'mine'"
+    ):
+        xtrain.compile(model, dropout=P, backend="aot_eager").train()(*tokens())
+
+
+def test_dumps_are_numbered_through_both_graphs(tmp_path):
+    model = tiny(n_layers=1)
+    compiled = xtrain.compile(model, dropout=P, backend="aot_eager", dump_graphs=tmp_path)
+    compiled(*tokens())
+    folder = tmp_path / "train_graph_01"
+    names = sorted(path.name for path in folder.glob("*.after.py"))
+    assert names == [f"{i:02d}_{name}.after.py" for i, name in enumerate(passes.PASSES, start=1)]
+    text = (folder / names[-1]).read_text()
+    assert "torch.ops.xtrain.dropout_add_rms_norm.default" in text
+
+
+def test_parameters_and_dynamos_graph_are_shared_and_left_alone():
+    """The swaps work on a copy: a second call of the backend finds what Dynamo made."""
+    found = []
+    real = fx_utils.clone_graph
+
+    def watch(module):
+        found.append((module, module.code))
+        return real(module)
+
+    model = tiny()
+    compiled = xtrain.compile(model, dropout=P, backend="aot_eager")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fx_utils, "clone_graph", watch)
+        compiled(*tokens())
+    assert len(found) >= 2 and all(module.code == code for module, code in found[:1])
