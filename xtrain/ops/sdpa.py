@@ -296,6 +296,9 @@ def supports(
     documents: Tensor | None = None,
 ) -> str | None:
     """Return why no fused kernel, torch's or ours, takes these inputs, or None when one does."""
+    check_inputs(q, k, v, mask, window, softcap, documents)
+    if sdpa_cuda.triton_refuses(q, v, mask, 1.0 if scale is None else scale) is None:
+        return None  # at any length: passes ask with symbolic ones
     masks: dict[str, Any] = {"mask": mask, "causal": causal, "window": window}
     masks["documents"] = documents
     backend = sdpa_backend(q, k, v, scale=scale, softcap=softcap, **masks)

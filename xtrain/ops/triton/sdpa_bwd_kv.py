@@ -243,12 +243,24 @@ def _sdpa_bwd_kv_kernel(
 
 
 def sdpa_bwd_kv_block_sizes(width: int, itemsize: int, arch: int) -> Blocks:
-    """Return the tiles of the kernel of grad_k and grad_v; arguments as for forward."""
+    """Return the tiles of the kernel of grad_k and grad_v; arguments as for forward.
+
+    Two results of [BLOCK_N, head block] stay in registers, so the tiles of scores are narrow, and
+    wide heads take eight warps.
+    """
     if itemsize == 4:
-        return Blocks(32, 32, 4, 1)
-    if width <= 128:
-        return Blocks(128, 64, 8, 3) if arch >= 90 else Blocks(64, 64, 4, 2)
-    return Blocks(64, 64, 8, 2) if arch >= 90 else Blocks(32, 32, 4, 1)
+        return Blocks(64, 16, 4, 1) if width <= 64 else Blocks(64, 16, 8, 1)
+    if arch == 90:
+        if width <= 64:
+            return Blocks(128, 32, 4, 3)
+        return Blocks(64, 32, 4, 3) if width <= 128 else Blocks(64, 32, 8, 2)
+    if arch == 100:
+        if width <= 64:
+            return Blocks(64, 64, 4, 2)
+        return Blocks(64, 32, 8, 2) if width <= 128 else Blocks(64, 32, 8, 1)
+    if width <= 64:
+        return Blocks(64, 32, 4, 2)
+    return Blocks(64, 32, 8, 2) if width <= 128 else Blocks(32, 32, 4, 1)
 
 
 def sdpa_bwd_kv(

@@ -238,12 +238,18 @@ def _sdpa_bwd_q_kernel(
 
 
 def sdpa_bwd_q_block_sizes(width: int, itemsize: int, arch: int) -> Blocks:
-    """Return the tiles of the kernel of grad_q; arguments as for forward."""
+    """Return the tiles of the kernel of grad_q; arguments as for forward.
+
+    Four tiles of [BLOCK_M, head block] and two of scores: 64 rows leave room for two programs on
+    an SM.
+    """
     if itemsize == 4:
-        return Blocks(32, 32, 4, 1)
-    if width <= 128:
-        return Blocks(128, 64, 8, 3) if arch >= 90 else Blocks(64, 64, 4, 2)
-    return Blocks(64, 64, 4, 2) if arch >= 90 else Blocks(64, 32, 4, 1)
+        return Blocks(64, 32, 4, 1) if width <= 64 else Blocks(64, 16, 8, 1)
+    if width <= 64:
+        return Blocks(64, 64, 4, 3) if arch == 90 else Blocks(64, 64, 4, 2)
+    if arch in (90, 100):
+        return Blocks(64, 64, 4, 2) if width <= 128 else Blocks(64, 32, 4, 2)
+    return Blocks(64, 32, 4, 2) if width <= 128 else Blocks(64, 32, 4, 1)
 
 
 def sdpa_bwd_q(

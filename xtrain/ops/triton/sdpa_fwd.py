@@ -229,14 +229,19 @@ def sdpa_fwd_block_sizes(width: int, itemsize: int, arch: int) -> Blocks:
     """Return the tiles of the forward kernel for a head block of `width` elements.
 
     Args:  width: the wider of the two head blocks; arch: 90 for sm_90.
+
+    Softmax leaves the tensor cores idle unless another program fills them: tiles are small enough
+    for two or three programs on an SM, up to head dim 64. Wider heads need eight warps to hold
+    the running result, and then the larger tile, which reads k and v half as often.
     """
     if itemsize == 4:
-        return Blocks(64, 32, 4, 2) if width <= 128 else Blocks(32, 32, 4, 1)
+        return Blocks(64, 32, 4, 1) if width <= 64 else Blocks(64, 16, 8, 1)
     if width <= 64:
-        return Blocks(128, 64, 4, 3)
-    if width <= 128:
-        return Blocks(128, 64, 8, 3) if arch >= 90 else Blocks(64, 64, 4, 2)
-    return Blocks(128, 64, 8, 2) if arch >= 90 else Blocks(64, 32, 4, 2)
+        return Blocks(64, 64, 4, 3)
+    if arch in (90, 100):
+        return Blocks(128, 64, 8, 3) if width <= 128 else Blocks(128, 64, 8, 2)
+    # Tensor cores that read registers (sm_8x, sm_12x), and 99 KiB of shared memory on the least.
+    return Blocks(64, 64, 4, 2) if width <= 128 else Blocks(64, 32, 4, 2)
 
 
 def sdpa_fwd(

@@ -1,0 +1,250 @@
+"""The attention kernels: interpreted, compiled for four architectures, and on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ahead_of_time import ARCHITECTURES, compile_kernel
+from interpreter import run_interpreted
+from sdpa_truth import attention, plain_attention
+from tolerances import assert_no_worse_than_plain
+
+from xtrain.ops import attention_kernels, sdpa, sdpa_cuda
+from xtrain.ops.sdpa import sdpa_backend
+from xtrain.ops.triton.sdpa_bwd_kv import _sdpa_bwd_kv_kernel, sdpa_bwd_kv_block_sizes
+from xtrain.ops.triton.sdpa_bwd_q import _sdpa_bwd_q_kernel, sdpa_bwd_q_block_sizes
+from xtrain.ops.triton.sdpa_fwd import _sdpa_fwd_kernel, sdpa_fwd_block_sizes
+from xtrain.ops.triton.sdpa_tiles import Options, head_block, wants_tma
+
+KERNELS = {
+    "fwd": (_sdpa_fwd_kernel, sdpa_fwd_block_sizes),
+    "bwd_q": (_sdpa_bwd_q_kernel, sdpa_bwd_q_block_sizes),
+    "bwd_kv": (_sdpa_bwd_kv_kernel, sdpa_bwd_kv_block_sizes),
+}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# What a program may use of an SM's shared memory; CUDA C++ programming guide, table of capabilities
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+
+
+def test_under_the_interpreter():
+    run_interpreted("interpreted_sdpa.py")
+
+
+# --- ahead of time --------------------------------------------------------------------------------
+
+
+def compiled(name, arch, dtype, head_dim, *, window=None, softcap=None, documents=False):
+    """Compile as the launcher does for aligned tensors of this head dim; return the resources."""
+    kernel, block_sizes = KERNELS[name]
+    width = head_block(head_dim)
+    blocks = block_sizes(width, DTYPES[dtype].itemsize, arch)
+    m, n = (blocks.step, blocks.own) if name == "bwd_kv" else (blocks.own, blocks.step)
+    like = torch.empty(1, 1, 1, head_dim, dtype=DTYPES[dtype])
+    tma = wants_tma(DTYPES[dtype], arch)
+    constants = Options(True, 0.1, window, softcap).constants(like, like, tma)
+    constants |= {"DOCUMENTS": documents, "EVEN": True, "BLOCK_M": m, "BLOCK_N": n}
+    if not documents:
+        constants |= {"ids_ptr": None, "ranges_ptr": None}
+
+    def kind(argument):
+        if argument.endswith("_source") and tma:
+            return f"tensordesc<{dtype}[1,1,{n if argument[0] in 'kv' else m},{width}]>"
+        if argument in ("lse_ptr", "delta_ptr"):
+            return "*fp32"
+        if argument in ("ids_ptr", "ranges_ptr"):
+            return "*i32"
+        if argument.endswith(("_source", "_ptr")):
+            return f"*{dtype}"
+        if argument in ("scale", "inner", "factor"):
+            return "fp32"
+        return "i32:16" if argument in "TS" or argument.endswith("_stride") else "i32"
+
+    signature = {a: kind(a) for a in kernel.arg_names if a not in constants}
+    how = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
+    return compile_kernel(kernel, signature, constants, arch=arch, **how)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("arch", ARCHITECTURES, ids=lambda sm: f"sm_{sm}")
+def test_compiles_for(arch, name):
+    """At head dim 128 in bf16: shared memory fits, and nothing to speak of spills."""
+    usage = compiled(name, arch, "bf16", 128)
+    assert usage.shared_bytes <= SHARED_BYTES[arch], usage
+    assert usage.registers <= 255 and usage.spills <= 32, usage
+    if arch == 90:
+        assert usage.count("HGMMA", "F32", "BF16") > 0 and usage.count("UTMALDG") > 0, usage
+        assert usage.count("LDGSTS") == 0 or name == "bwd_kv", "tiles are fetched by threads"
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
+
+
+def ours(q, k, v, grad_out, *, causal=True, scale=0.1, window=None, softcap=None, documents=None):
+    """(out, grad_q, grad_k, grad_v) by our kernels, whatever `auto` would take."""
+    options = (causal, scale, window, softcap)
+    torch.use_deterministic_algorithms(True)  # fills fresh memory with NaN
+    try:
+        out, lse = sdpa_cuda.forward(q, k, v, documents, *options)
+        grads = sdpa_cuda.backward(grad_out, q, k, v, documents, out, lse, *options)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return [out, *grads]
+
+
+def inputs(B, N, M, T, S, H, HV=None, dtype=torch.bfloat16):
+    """q, k, v as models make them, [B, T, N, H] transposed, and a contiguous gradient."""
+    shapes = ((B, T, N, H), (B, S, M, H), (B, S, M, HV or H))
+    q, k, v = (torch.randn(shape, device="cuda").to(dtype).transpose(1, 2) for shape in shapes)
+    return q, k, v, torch.randn(B, N, T, HV or H, device="cuda").to(dtype)
+
+
+def check(tensors, **options):
+    results = ours(*tensors, **options)
+    options = {"causal": True, "scale": 0.1} | options
+    truths, plains = attention(*tensors, **options), plain_attention(*tensors, **options)
+    for result, plain, truth in zip(results, plains, truths, strict=True):
+        assert_no_worse_than_plain(result, plain, truth)
+    return results
+
+
+def packed(T):
+    """Two rows of documents: runs of many lengths; numbers that come back."""
+    rows = torch.stack([torch.arange(T) ** 2 // (40 * T), torch.arange(T) // 50 % 3])
+    return rows.int().cuda()
+
+
+CASES = {
+    "causal": ((2, 4, 2, 517, 517, 64), {}),
+    "full": ((1, 4, 1, 300, 517, 64), {"causal": False}),
+    "longer keys": ((1, 4, 1, 130, 517, 128), {}),
+    "longer queries": ((1, 4, 1, 517, 130, 128), {}),
+    "one query": ((2, 4, 2, 1, 777, 64), {}),
+    "one key": ((2, 4, 2, 65, 1, 64), {}),
+    "one": ((1, 1, 1, 1, 1, 64), {}),
+    "just over a block": ((1, 2, 2, 129, 129, 64), {}),
+    "window in a block": ((1, 4, 2, 517, 517, 64), {"window": 7}),
+    "window of blocks": ((1, 4, 2, 517, 517, 128), {"window": 200}),
+    "window past the keys": ((1, 4, 2, 130, 130, 64), {"window": 2**40}),
+    "window, longer keys": ((1, 4, 2, 130, 517, 64), {"window": 100}),
+    "window, longer queries": ((1, 4, 2, 517, 130, 64), {"window": 100}),
+    "softcap": ((1, 4, 2, 300, 300, 64), {"softcap": 2.0, "scale": 0.5}),
+    "softcap, window": ((1, 4, 2, 300, 300, 128), {"softcap": 2.0, "window": 70}),
+    "negative scale": ((1, 2, 2, 257, 257, 64), {"scale": -0.2}),
+    "value head dim": ((1, 2, 1, 257, 257, 192, 128), {}),
+} | {f"head dim {H}": ((1, 4, 2, 257, 257, H), {}) for H in (5, 16, 40, 80, 96, 112, 160, 192, 256)}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape,options", CASES.values(), ids=CASES.keys())
+def test_no_worse_than_plain(shape, options):
+    check(inputs(*shape), **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("head_dim", [24, 64, 80, 128])
+def test_other_dtypes(head_dim, dtype):
+    tensors = inputs(2, 4, 2, 300, 300, head_dim, dtype=dtype)
+    check(tensors)
+    check(tensors, window=70, softcap=2.0)
+    check(tensors, documents=packed(300), causal=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"causal": False}, {"window": 60}, {"softcap": 2.0}])
+def test_documents(options):
+    for ids in (packed(700), packed(700).long() + 2**40, torch.zeros_like(packed(700))):
+        check(inputs(2, 4, 2, 700, 700, 64), documents=ids, **options)
+
+
+@pytest.mark.gpu
+def test_fresh_inputs_and_layouts():
+    """Other draws; heads outermost, sliced, expanded, unaligned; gradients in any strides."""
+    for seed in range(3):
+        torch.manual_seed(seed)
+        q, k, v, dy = inputs(2, 4, 2, 200, 200, 64)
+        check((q.contiguous(), k, v, dy.transpose(1, 2).contiguous().transpose(1, 2)))
+        sliced = torch.randn(2, 2, 200, 128, device="cuda").bfloat16()[..., ::2]
+        unaligned = torch.randn(2, 2, 200, 65, device="cuda").bfloat16()[..., 1:]
+        check((q, sliced, unaligned, dy))
+        one = torch.ones(1, 1, 1, 1, device="cuda", dtype=torch.bfloat16)
+        check(
+            (q, k[:, :1].expand(2, 4, 200, 64), v[:, :1].expand(2, 4, 200, 64), one.expand_as(dy))
+        )
+
+
+@pytest.mark.gpu
+def test_runs_agree_and_inputs_are_only_read():
+    tensors = inputs(2, 8, 2, 517, 517, 128)
+    before = [t.clone() for t in tensors]
+    for options in ({}, {"window": 100}, {"softcap": 2.0}, {"documents": packed(517)}):
+        first, second = ours(*tensors, **options), ours(*tensors, **options)
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
+
+
+@pytest.mark.gpu
+def test_row_that_sees_nothing():
+    """Row C30: exact zeros and zero gradients, the others as if the row were not there."""
+    q, k, v, dy = inputs(1, 4, 2, 517, 130, 64)
+    out, grad_q, grad_k, grad_v = ours(q, k, v, dy)
+    assert (out[:, :, :387] == 0).all() and (grad_q[:, :, :387] == 0).all()
+    rest = ours(q[:, :, 387:], k, v, dy[:, :, 387:])
+    for result, alone in zip((out[:, :, 387:], grad_q[:, :, 387:]), rest[:2], strict=True):
+        torch.testing.assert_close(result, alone)
+    assert grad_k.isfinite().all() and grad_v.isfinite().all()
+
+
+@pytest.mark.gpu
+def test_backward_takes_the_lse_of_any_forward():
+    """`auto` may pick for each direction by itself."""
+    q, k, v, dy = inputs(2, 4, 2, 256, 256, 64)
+    out, lse = attention_kernels.forward("flash", q, k, v, None, True, 0.1)
+    grads = sdpa_cuda.backward(dy, q, k, v, None, out, lse, True, 0.1, None, None)
+    for grad, other in zip(grads, ours(q, k, v, dy)[1:], strict=True):
+        torch.testing.assert_close(grad, other, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+def test_auto_takes_ours_where_no_library_kernel_serves():
+    q, k, v, _ = inputs(2, 4, 2, 130, 130, 80)
+    for options in ({"window": 9}, {"softcap": 2.0}, {"documents": packed(130)}):
+        assert sdpa_backend(q, k, v, causal=True, **options) == "triton"
+    assert sdpa_backend(q[:, :, :9], k, v, causal=True) == "triton"
+    assert sdpa_backend(q, k, v, causal=True, mask=torch.ones(130, 130).cuda()).startswith("expl")
+    assert "up to 256" in sdpa_cuda.triton_refuses(*inputs(1, 1, 1, 2, 2, 264)[:2], None, 0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_compiled_equals_eager(dynamic):
+    """Inductor keeps the op, whose strides are what its fake promised."""
+    ids = packed(200)
+
+    def function(q, k, v):
+        outs = [sdpa(q, k, v, window=70), sdpa(q, k, v, causal=True, softcap=2.0)]
+        return [*outs, sdpa(q, k, v, documents=ids), sdpa(q, k, v, causal=True)]
+
+    *leaves, _ = inputs(2, 4, 2, 200, 200, 80)
+    leaves = [t.requires_grad_() for t in leaves]
+    outs = torch.compile(function, fullgraph=True, dynamic=dynamic)(*leaves)
+    wants = function(*leaves)
+    grads, want_grads = (torch.autograd.grad([t.sum() for t in r], leaves) for r in (outs, wants))
+    for out, want in zip((*outs, *grads), (*wants, *want_grads), strict=True):
+        assert out.stride() == want.stride()
+        torch.testing.assert_close(out, want, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["heads outermost", "heads innermost"])
+def test_past_2_to_the_31_elements(layout):
+    """Row C10: the last rows of tensors past 2^31 elements equal the same rows alone."""
+    T, N, H, rows = 2**20 + 384, 16, 128, 256
+    shape = (1, N, T, H) if layout == "heads outermost" else (1, T, N, H)
+    q, k, v, dy = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    if layout == "heads innermost":
+        q, k, v, dy = (t.transpose(1, 2) for t in (q, k, v, dy))
+    results = ours(q, k, v, dy, window=64)
+    alone = ours(*(t[:, :, -2 * rows :] for t in (q, k, v, dy)), window=64)
+    for result, last in zip(results, alone, strict=True):
+        torch.testing.assert_close(result[:, :, -rows:], last[:, :, -rows:], rtol=2e-2, atol=2e-2)
