@@ -373,3 +373,23 @@ with Mode():
 assert Mode.seen[-1] == "aten.sin.default"
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_sequence_numbers_join_a_backward_to_its_forward():
+    made, ran = {}, []
+
+    class Mode(torch_compat.PlainDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            number = torch_compat.running_sequence_number()
+            if number is None:
+                made[torch_compat.last_sequence_number()] = str(func)
+            else:
+                ran.append((made.get(number), str(func)))
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(3, 3, requires_grad=True)
+    with Mode():
+        torch.autograd.grad(F.silu(x @ x).sum(), x)
+    assert ("aten.silu.default", "aten.silu_backward.default") in ran
+    assert ("aten.mm.default", "aten.mm.default") in ran
+    assert torch_compat.running_sequence_number() is None

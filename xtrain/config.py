@@ -182,6 +182,12 @@ class RunSection(Section):
     )
     disable_passes: tuple[str, ...] = option((), "names of passes that do not run")
     dump_graphs: str = option("", "folder for the graphs before and after each pass; empty: none")
+    drift_every: int = option(
+        0,
+        "between fingerprints of inputs, ops, gradients and weights; 0: none",
+        unit="steps",
+        at_least=0,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -413,3 +413,14 @@ def _module_path(node: torch.fx.Node) -> str:
 def is_graph_break(error: BaseException) -> bool:
     """Return whether Dynamo refused to trace a frame as one graph."""
     return isinstance(error, torch._dynamo.exc.Unsupported)
+
+
+def last_sequence_number() -> int:
+    """Return the number of the autograd node that was made last in this thread."""
+    return torch._C._autograd._get_sequence_nr() - 1
+
+
+def running_sequence_number() -> int | None:
+    """Return the number of the autograd node whose backward runs in this thread, None if none."""
+    node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+    return None if node is None else node._sequence_nr()

@@ -40,6 +40,7 @@ FIELDS = {
     "deterministic": "run.deterministic",
     "dump_graphs": "run.dump_graphs",
     "disable_pass": "run.disable_passes",
+    "drift_every": "run.drift_every",
 }
 
 
@@ -94,6 +95,7 @@ def _add_training(add: Any) -> None:
     add("--deterministic", action=flag, help="bitwise equal repeats [yes on CPU, no on CUDA]")
     add("--dump-graphs", metavar="DIR", help="write the graphs before and after each pass")
     add("--disable-pass", action="append", metavar="NAME", help="leave a pass out; repeatable")
+    add("--drift-every", type=int, metavar="N", help="fingerprints for xtrain.drift compare [0]")
 
 
 def overrides(args: argparse.Namespace) -> dict[str, Any]:

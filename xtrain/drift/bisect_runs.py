@@ -107,7 +107,7 @@ def effects(plan: Plan) -> list[tuple[str, str]]:
                 moved.append(value)
         words = [f"changes the numbers at {', '.join(moved)}"] if moved else []
         if not moved and len(failed) < len(factor.values) - 1:
-            words = ["no effect alone"]
+            words = ["no effect alone" if len(plan.factors) > 1 else "no effect"]
         if failed:
             words.append(f"no result at {', '.join(failed)}")
         found.append((factor.name, "; ".join(words)))

@@ -89,7 +89,7 @@ def _add_record(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_compare(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("a", metavar="A", help="a record")
+    parser.add_argument("a", metavar="A", help="a record, or a run trained with --drift-every")
     parser.add_argument("b", metavar="B", help="another")
     add_output_flags(parser.add_argument)
     parser.set_defaults(run=run_compare)
@@ -123,9 +123,12 @@ def run_record(args: argparse.Namespace) -> int:
 
 def run_compare(args: argparse.Namespace) -> int:
     """Compare two records; the exit code is the verdict."""
+    from xtrain.drift import training_folder
     from xtrain.drift.comparison import compare
     from xtrain.drift.report import as_json, as_text
 
+    if training_folder.find(args.a) or training_folder.find(args.b):
+        return _compare_training(args)
     comparison = compare(args.a, args.b)
     if args.html:
         from xtrain.drift.page import page
@@ -133,6 +136,25 @@ def run_compare(args: argparse.Namespace) -> int:
         write_text(args.html, page(comparison))
     if args.json:
         text = json.dumps(as_json(comparison), indent=1, allow_nan=False) + "\n"
+        if args.json == "-":
+            sys.stdout.write(text)
+            return comparison.exit_code
+        write_text(args.json, text)
+    sys.stdout.write(as_text(comparison))
+    return comparison.exit_code
+
+
+def _compare_training(args: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from xtrain.drift.training_folder import as_text, compare_training
+
+    comparison = compare_training(args.a, args.b)
+    if args.html:
+        raise DriftError("there is no page for training runs; leave out --html")
+    if args.json:
+        values = {**asdict(comparison), "exit_code": comparison.exit_code}
+        text = json.dumps(values, indent=1, allow_nan=False) + "\n"
         if args.json == "-":
             sys.stdout.write(text)
             return comparison.exit_code

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -207,7 +207,14 @@ def observed(
             handle.remove()
 
 
-def record_result(collector: Collector, path: str, func: Any, result: Any) -> None:
+class OpSink(Protocol):
+    """What takes the results of ops."""
+
+    def add_op(self, path: str, op: str, tensor: Tensor) -> None:
+        """Take one; the tensor may change afterwards."""
+
+
+def record_result(collector: OpSink, path: str, func: Any, result: Any) -> None:
     """Hand the tensors that an op computed to the collector; views compute nothing."""
     name = op_name(func)
     if name in SKIPPED or is_view(func):

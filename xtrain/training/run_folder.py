@@ -28,6 +28,7 @@ class RunFolder:
         self.plot = path / "loss.png"
         self.tokenizer = path / "tokenizer.json"
         self.checkpoints = path / "checkpoints"
+        self.drift = path / "drift"
 
     @property
     def name(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from xtrain.training.loader import Loader, StepBatch, cut_batch, to_device
 from xtrain.training.recorder import Recorder
 from xtrain.training.run_folder import RunFolder
 from xtrain.training.update import StepResult, TrainingError, Updater
+
+if TYPE_CHECKING:
+    from xtrain.drift.training import TrainingFingerprints
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +77,7 @@ class Trainer:
         # A GPU's numbers are looked at while it runs the next step: it never waits for the host.
         self.lag = self.device.type == "cuda"
         self.reported = False
+        self.fingerprints: TrainingFingerprints | None = None
         self.pending: tuple[StepBatch, StepResult | None] | None = None
 
     # --- state ----------------------------------------------------------------------------------
@@ -120,6 +124,7 @@ class Trainer:
 
         Raises: TrainingError for a loss that is not finite or memory that does not suffice.
         """
+        self.fingerprints = self._fingerprints()
         log_interval = self.parts.config.train.log_interval
         progress = Progress(self.first_step, self.steps, log_interval)
         self.parts.compiled.train()
@@ -145,7 +150,7 @@ class Trainer:
 
     def _step(self, batch: StepBatch, recorder: Recorder, stop: StopSignals) -> None:
         """Perform a step, then what is due after it; with nothing due a GPU's record can wait."""
-        result = self.updater.step(batch)
+        result = self._update(batch)
         if result is None:
             log.warning("step %d skipped: none of its targets counts", batch.step)
         if self.pending is not None:
@@ -168,6 +173,32 @@ class Trainer:
         if save or stop.received:
             self.save(done)
         recorder.restart_clock()
+
+    def _update(self, batch: StepBatch) -> StepResult | None:
+        """Perform a step, its fingerprints around it when they are due."""
+        fingerprints = self.fingerprints
+        if fingerprints is None or not fingerprints.due(batch.step) or not batch.num_targets:
+            return self.updater.step(batch)
+        micro = batch.micro_batches[0]
+        fingerprints.before(batch.step, micro.inputs, micro.targets)
+        result = self.updater.step(batch)
+        if result is not None:
+            fingerprints.after(batch.step, *result.values())
+        return result
+
+    def _fingerprints(self) -> TrainingFingerprints | None:
+        every = self.parts.config.run.drift_every
+        if not every:
+            return None
+        from xtrain.drift.training import TrainingFingerprints
+
+        return TrainingFingerprints(
+            self.parts.run.drift,
+            self.parts.model,
+            every=every,
+            autocast=self.autocast,
+            first_step=self.first_step,
+        )
 
     def _finish(self, recorder: Recorder) -> dict[str, Any]:
         assert self.pending is not None

@@ -1,0 +1,179 @@
+"""--drift-every: fingerprints that leave the run alone and name where two runs part."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+
+import pytest
+import torch
+from drift_models import Rowwise
+from torch import nn
+from training import running
+
+from xtrain.drift import DriftError
+from xtrain.drift.command import main
+from xtrain.drift.training import TrainingFingerprints
+from xtrain.drift.training_folder import compare_training
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """One configuration twice, once without fingerprints, and with one setting changed each."""
+    folder = tmp_path_factory.mktemp("training")
+    shared = ("--steps=5", "--dropout=0.1", "--set=train.micro_batch_size=2")
+    every = "--drift-every=2"
+    with running(folder) as runner:
+        for name, *flags in (
+            ("plain",),
+            ("a", every),
+            ("b", every),
+            ("eps", every, "--set=model.norm_eps=2e-6"),
+            ("rate", every, "--set=optim.learning_rate=2e-3"),
+            ("dropout", every, "--dropout=0.2"),
+            ("seed", every, "--set=train.seed=1"),
+        ):
+            assert runner(f"--name={name}", *shared, *flags) == 0
+        losses = {name: runner.losses(name) for name in ("plain", "a", "b")}
+    return folder / "runs", losses
+
+
+def test_fingerprints_leave_the_run_alone(runs):
+    """E1: the same losses bit for bit, with and without."""
+    _, losses = runs
+    assert losses["plain"] == losses["a"] == losses["b"] and len(losses["a"]) == 5
+
+
+def test_two_equal_runs_are_identical(runs, capsys):
+    folder, losses = runs
+    assert main(["compare", str(folder / "a"), str(folder / "b")]) == 0
+    assert "identical: all bits of" in capsys.readouterr().out
+    found = compare_training(folder / "a", folder / "b" / "drift")
+    assert [(rank, step) for rank, step, *_ in found.losses] == [(0, 0), (0, 2), (0, 4)]
+    assert [loss for *_, loss in found.losses] == losses["a"][::2]
+    steps = [
+        json.loads(p.read_text()) for p in sorted((folder / "a/drift/rank_0000").glob("step_*"))
+    ]
+    kinds = [row[0] for row in steps[0]["rows"]]
+    order = ["input", "weight", "op", "loss", "gradient norm", "gradient", "weight"]
+    assert list(dict.fromkeys(kinds)) == order[:-1] and kinds[-1] == "weight"
+    ops = {(row[1], row[2]) for row in steps[0]["rows"] if row[0] == "op"}
+    assert ("blocks.0.attention.query", "aten.mm") in ops
+    assert ("blocks.0.attention.query (backward)", "aten.mm") in ops
+    assert ("embedding (backward)", "aten.embedding_dense_backward") in ops
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "kind", "where", "op"),
+    [
+        ("eps", 1, "op", "blocks.0.attention_norm", "aten.add"),  # an op of the first forward
+        ("dropout", 1, "loss", "", ""),  # no op of the plain model: in what was compiled
+        ("rate", 1, "weight", "embedding.weight", "after the step"),  # loss and gradients equal
+        ("seed", 4, "input", "tokens", ""),
+    ],
+)
+def test_the_first_difference(runs, name, code, kind, where, op):
+    folder, _ = runs
+    found = compare_training(folder / "a", folder / name)
+    first = found.first_divergence
+    assert (first.step, first.rank, first.kind) == (0, 0, kind)
+    assert (first.module_path, first.op) == (where, op) and found.exit_code == code
+
+
+class Bent(torch.autograd.Function):
+    """The identity, with a gradient that is multiplied by something."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.factor, None
+
+
+class Bend(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.factor = 1.0
+
+    def forward(self, x):
+        return Bent.apply(x, self.factor)
+
+
+class Trained(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.model = Rowwise()
+        self.bend = Bend()
+
+    def forward(self, inputs, targets, return_logits=False):
+        logits = self.bend(self.model(inputs))
+        return None, nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def train(folder, *, bent_at=None, steps=4, ranks=1):
+    """A few steps of plain SGD; from step bent_at on the backward of one op differs."""
+    for rank in range(ranks):
+        model, x = Trained(), torch.arange(12).reshape(2, 6)
+        recorder = TrainingFingerprints(
+            folder, model, every=1, autocast=contextlib.nullcontext, rank=rank
+        )
+        for step in range(steps):
+            here = bent_at is not None and (rank, step) >= bent_at
+            model.bend.factor = 1.0 + 2.0**-20 if here else 1.0
+            recorder.before(step, x, x + 1)
+            assert all(p.grad is None for p in model.parameters())
+            _, loss = model(x, x + 1)
+            loss.backward()
+            recorder.after(step, loss.item(), 1.0)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.1 * parameter.grad
+                    parameter.grad = None
+    return folder
+
+
+def test_step_rank_and_backward_op_are_named(tmp_path, capsys):
+    """Row C58: one op of one rank goes another way, once."""
+    a = train(tmp_path / "a", ranks=2)
+    b = train(tmp_path / "b", ranks=2, bent_at=(1, 2))
+    found = compare_training(a, b)
+    first = found.first_divergence
+    assert (first.step, first.rank, first.last_equal) == (2, 1, 1)
+    assert (first.module_path, first.op) == ("bend (backward)", "aten.mul")
+    assert first.size > 0 and found.exit_code == 1
+    assert main(["compare", str(a), str(b)]) == 1
+    text = capsys.readouterr().out
+    assert "step 2, rank 1: aten.mul in bend (backward)" in text
+    assert "step 1 was equal in everything" in text
+    assert main(["compare", str(a), str(b), "--json", "-"]) == 1
+    assert json.loads(capsys.readouterr().out)["first_divergence"]["rank"] == 1
+
+
+def test_a_continued_run_writes_its_later_steps_anew(tmp_path):
+    folder = train(tmp_path / "a")
+    TrainingFingerprints(folder, Trained(), every=1, autocast=contextlib.nullcontext, first_step=2)
+    names = sorted(path.name for path in (folder / "rank_0000").iterdir())
+    assert names == ["start.json", "step_00000000.json", "step_00000001.json"]
+
+
+def test_not_comparable_and_damaged(tmp_path, capsys):
+    a, b = train(tmp_path / "a", steps=1), train(tmp_path / "b", steps=1, ranks=2)
+    assert "A has 1 ranks, B has 2" in compare_training(a, b).reason
+    TrainingFingerprints(tmp_path / "c", Trained(), every=1, autocast=contextlib.nullcontext)
+    assert "no step was recorded in both" in compare_training(a, tmp_path / "c").reason
+    with pytest.raises(DriftError, match="holds no fingerprints; train with --drift-every"):
+        compare_training(a, tmp_path)
+    file = a / "rank_0000" / "step_00000000.json"
+    text = file.read_text()
+    for broken, message in (
+        (text[: len(text) // 2], "is damaged"),
+        (text.replace('"step": 0', '"step": 1'), "was changed after it was written"),
+        ("[]", "is damaged"),
+    ):
+        file.write_text(broken)
+        assert main(["compare", str(a), str(a)]) == 5
+        err = capsys.readouterr().err
+        assert message in err and err.count("\n") == 1

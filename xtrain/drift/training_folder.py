@@ -1,0 +1,229 @@
+"""The folder of a training run's fingerprints, read and compared by NumPy alone.
+
+xtrain.drift.training says what is in it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import xxhash
+
+from xtrain.drift.align import align
+from xtrain.drift.errors import DriftError
+from xtrain.drift.record_folder import OpKey
+
+FORMAT = "xtrain.drift.training"
+VERSION = 1
+SAME, DIFFERENT, NOT_COMPARABLE = 0, 1, 4
+
+
+class Row(NamedTuple):
+    """One fingerprint of a step."""
+
+    kind: str  # input, weight, op, loss, gradient norm, gradient
+    path: str
+    op: str
+    dtype: str
+    shape: list[int]
+    hash: str
+    statistics: list[Any]  # min, max, mean, rms
+
+
+@dataclass(frozen=True)
+class TrainingDivergence:
+    """The first thing that differs between two runs."""
+
+    step: int
+    rank: int
+    kind: str
+    module_path: str
+    op: str
+    size: float  # a lower bound, from the statistics
+    last_equal: int | None  # the recorded step before, at which everything was equal
+
+    def __str__(self) -> str:
+        what = {"op": f"{self.op} in {self.module_path or 'the model itself'}"}
+        words = " ".join(part for part in (self.kind, self.module_path, self.op) if part)
+        return what.get(self.kind, words)
+
+
+@dataclass(frozen=True)
+class TrainingComparison:
+    """Two runs, step by step."""
+
+    reason: str | None
+    changes: list[tuple[str, Any, Any]]
+    first_divergence: TrainingDivergence | None
+    losses: list[tuple[int, int, Any, Any]]  # rank, step, loss of a, loss of b
+    num_rows: int
+
+    @property
+    def exit_code(self) -> int:
+        """Return 0 all bits equal, 1 they differ, 4 not comparable."""
+        if self.reason is not None:
+            return NOT_COMPARABLE
+        return SAME if self.first_divergence is None else DIFFERENT
+
+
+def rank_folder(folder: Path, rank: int) -> Path:
+    """Return where a rank writes."""
+    return folder / f"rank_{rank:04d}"
+
+
+def step_file(folder: Path, step: int) -> Path:
+    """Return the file of a step."""
+    return folder / f"step_{step:08d}.json"
+
+
+def checksum(contents: dict[str, Any]) -> str:
+    """Return the hash of JSON values, whatever the layout of the file."""
+    text = json.dumps(contents, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def find(path: str | os.PathLike[str]) -> Path | None:
+    """Return the folder of fingerprints that a run's folder, or itself, is; None if neither."""
+    for folder in (Path(path), Path(path) / "drift"):
+        if (rank_folder(folder, 0) / "start.json").is_file():
+            return folder
+    return None
+
+
+def compare_training(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> TrainingComparison:
+    """Compare the recorded steps of two runs, rank by rank, and name the first difference.
+
+    Raises: DriftError for a folder that is none, or a file that is damaged.
+    """
+    folders = [find(a), find(b)]
+    for path, found in zip((a, b), folders, strict=True):
+        if found is None:
+            raise DriftError(f"{path} holds no fingerprints; train with --drift-every N")
+    left, right = (_ranks(folder) for folder in folders if folder is not None)
+    starts = [_read(ranks[0] / "start.json") for ranks in (left, right)]
+    environments = [start["environment"] for start in starts]
+    changes = [
+        (name, environments[0].get(name), environments[1].get(name))
+        for name in dict.fromkeys([*environments[0], *environments[1]])
+        if environments[0].get(name) != environments[1].get(name)
+    ]
+    reason = None
+    if len(left) != len(right):
+        reason = f"A has {len(left)} ranks, B has {len(right)}"
+    elif starts[0]["weights"] != starts[1]["weights"]:
+        reason = "other models: their weights have other names"
+    if reason is not None:
+        return TrainingComparison(reason, changes, None, [], 0)
+    return _compare_ranks(left, right, changes)
+
+
+def _compare_ranks(
+    left: Sequence[Path], right: Sequence[Path], changes: list[tuple[str, Any, Any]]
+) -> TrainingComparison:
+    found: list[TrainingDivergence] = []
+    losses: list[tuple[int, int, Any, Any]] = []
+    num_rows = 0
+    common: set[int] = set()
+    for rank, (x, y) in enumerate(zip(left, right, strict=True)):
+        last_equal = None
+        common = _steps(x) & _steps(y)
+        for step in sorted(common):
+            one, other = (_read(step_file(folder, step)) for folder in (x, y))
+            losses.append((rank, step, one["loss"], other["loss"]))
+            num_rows += len(one["rows"])
+            divergence = _first_row(one, other, step, rank, last_equal)
+            if divergence is not None:
+                found.append(divergence)
+                break
+            last_equal = step
+    first = min(found, key=lambda d: (d.step, d.rank), default=None)
+    reason = None
+    if not common:
+        reason = "no step was recorded in both; use the same --drift-every"
+    elif first is not None and first.kind == "input":
+        reason = f"other data: the {first.module_path} of step {first.step} differ"
+    elif first is not None and first.kind == "weight" and first.step == 0 and "before" in first.op:
+        reason = f"other initial weights: {first.module_path}"
+    return TrainingComparison(reason, changes, first, losses, num_rows)
+
+
+def _first_row(
+    a: dict[str, Any], b: dict[str, Any], step: int, rank: int, last_equal: int | None
+) -> TrainingDivergence | None:
+    rows_a, rows_b = ([Row(*row) for row in step["rows"]] for step in (a, b))
+    keys = [
+        tuple(OpKey(r.path, f"{r.kind} {r.op}", r.dtype) for r in rows) for rows in (rows_a, rows_b)
+    ]
+    for i, j in align(*keys).pairs.tolist():
+        x, y = rows_a[i], rows_b[j]
+        if x.hash != y.hash and x.shape == y.shape:
+            return TrainingDivergence(step, rank, x.kind, x.path, x.op, _size(x, y), last_equal)
+    return None
+
+
+def _size(a: Row, b: Row) -> float:
+    differences = [
+        abs(float(x) - float(y)) for x, y in zip(a.statistics, b.statistics, strict=True)
+    ]
+    return max((d for d in differences if d == d), default=0.0)
+
+
+def _ranks(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("rank_*") if (path / "start.json").is_file())
+
+
+def _steps(folder: Path) -> set[int]:
+    return {int(path.stem.removeprefix("step_")) for path in folder.glob("step_*.json")}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        contents = json.loads(path.read_text(encoding="utf-8"))
+        expected = contents.pop("xxh3_128")
+        if contents.get("version", VERSION) != VERSION:
+            raise DriftError(
+                f"{path} has schema version {contents['version']!r}, this xtrain reads {VERSION}"
+            )
+        if checksum(contents) != expected:
+            raise DriftError(f"{path} was changed after it was written")
+    except OSError as error:
+        raise DriftError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        if isinstance(error, DriftError):
+            raise
+        raise DriftError(f"{path} is damaged: {error}") from None
+    return contents
+
+
+def as_text(comparison: TrainingComparison) -> str:
+    """Return the report."""
+    from tabulate import tabulate
+
+    parts = []
+    if comparison.changes:
+        rows = [(name, str(a)[:60], str(b)[:60]) for name, a, b in comparison.changes]
+        parts.append(tabulate(rows, ("setting", "A", "B"), disable_numparse=True))
+    first = comparison.first_divergence
+    if comparison.losses:
+        shown = comparison.losses[-8:]
+        parts.append(tabulate(shown, ("rank", "step", "loss of A", "loss of B"), floatfmt=".9g"))
+    if first is not None:
+        before = "no recorded step before it"
+        if first.last_equal is not None:
+            before = f"step {first.last_equal} was equal in everything"
+        size = f", size at least {first.size:.3g}" if first.size else ""
+        parts.append(
+            f"first difference: step {first.step}, rank {first.rank}: {first}{size}\n  {before}"
+        )
+    if comparison.reason is not None:
+        verdict = f"not comparable: {comparison.reason}"
+    elif first is None:
+        verdict = f"identical: all bits of {comparison.num_rows} results are equal"
+    else:
+        verdict = "the runs differ"
+    return "\n\n".join([*parts, f"verdict {comparison.exit_code}: {verdict}"]) + "\n"
