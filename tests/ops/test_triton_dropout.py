@@ -19,7 +19,7 @@ def test_under_the_interpreter():
 @pytest.mark.parametrize("dtype", ITEMSIZE)
 @pytest.mark.parametrize("arch", ARCHITECTURES, ids=lambda sm: f"sm_{sm}")
 def test_compiles_without_spills(arch, dtype):
-    block, num_blocks, num_warps = dropout_block_sizes(1 << 24, ITEMSIZE[dtype])
+    block, num_blocks, num_warps = dropout_block_sizes(1 << 28, ITEMSIZE[dtype])
     vec = 16 // ITEMSIZE[dtype]
     usage = compile_kernel(
         _dropout_fwd_kernel,
@@ -30,11 +30,13 @@ def test_compiles_without_spills(arch, dtype):
         num_warps=num_warps,
     )
     assert usage.spills == 0
-    # 64 registers let eight programs of 128 threads share an SM of 65536
-    assert 0 < usage.registers <= 64, usage
+    # 80 registers let six programs of 128 threads share an SM of 65536
+    assert 0 < usage.registers <= 80, usage
     assert usage.count("LDG", "128") == usage.count("STG", "128") == num_blocks, usage
-    # the random bits take 20 integer operations; the rest moves, converts and selects
-    assert usage.instructions.total() / (num_blocks * vec) <= 32, usage
+    # the random bits take 20 integer operations; the rest moves, converts, and zeroes what is
+    # dropped by predicated moves, since selects would run on the busier pipe
+    assert usage.instructions.total() / (num_blocks * vec) <= 28, usage
+    assert usage.count("FSEL") == usage.count("SEL") == 0, usage
 
 
 def test_block_sizes():

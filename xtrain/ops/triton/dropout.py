@@ -6,10 +6,10 @@ Bytes:   n * itemsize read and as many written; seed and offset (16) are read by
 Random:  key and counter as in splitmix64.py beside this file; the keep decision of element i does
          not depend on BLOCK, NUM_BLOCKS or the grid.
 Cost:    25.8 instructions an element (sm_90, bf16, as nvdisasm shows them), where copying would
-         take 0.3. 15.4 of them run at 64 lanes a clock and are the limit: 6.5 LOP3, 4 SHF, 2.3
-         IADD3, ISETP, FSEL, half an F2FP; the others multiply: 6 IMAD, IMAD.WIDE, IMAD.HI, FMUL,
-         half an IMAD.U32. At 132 multiprocessors and 1.755 GHz the first make 140 us for
-         [32768, 4096], of which the memory alone takes 126.
+         take 0.3. 14.4 of them run at 64 lanes a clock and are the limit: 6.5 LOP3, 4 SHF, 2.3
+         IADD3, ISETP, half an F2FP; the others multiply: 7 IMAD, IMAD.WIDE, IMAD.HI, FMUL, half an
+         IMAD.U32. At 132 multiprocessors and 1.755 GHz the first make 131 us for [32768, 4096], of
+         which the memory alone takes 126.
 """
 
 # Triton's tuples grow chunk by chunk, which the types of Python's do not foresee.
@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from xtrain.ops.triton.casts import widened
-from xtrain.ops.triton.splitmix64 import GAMMA, dropped_out, keeps
+from xtrain.ops.triton.splitmix64 import GAMMA, dropped_out, random_words
 
 
 @triton.jit
@@ -51,8 +51,9 @@ def _dropout_fwd_kernel(
     offset = tl.load(offset_ptr).to(tl.uint64)
     start = (offset + first.to(tl.uint64)) * GAMMA
     for block in tl.static_range(NUM_BLOCKS):
-        keep = keeps(seed, start, block * BLOCK + lane, last_dropped, VEC)
-        out = dropped_out(widened(xs[block]), keep, scale).to(out_ptr.dtype.element_ty)
+        words = random_words(seed, start, block * BLOCK + lane, VEC)
+        out = dropped_out(widened(xs[block]), words, last_dropped, scale)
+        out = out.to(out_ptr.dtype.element_ty)
         at = first + block * BLOCK + lane
         if EVEN:
             tl.store(out_ptr + at, out)

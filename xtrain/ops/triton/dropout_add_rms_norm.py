@@ -42,27 +42,26 @@ from xtrain.ops.triton.rows import (
     sum_partials,
     triton_dtype,
 )
-from xtrain.ops.triton.splitmix64 import GAMMA, dropped_out, keeps
+from xtrain.ops.triton.splitmix64 import GAMMA, dropped_out, random_words
 
 
 @triton.jit
-def chunk_keeps(
+def chunk_words(
     seed,
     offset,
     rows,
-    last_dropped,
     chunk: tl.constexpr,
     CHUNK: tl.constexpr,
     VEC: tl.constexpr,
     N_COLS: tl.constexpr,
 ):
-    """Return the keep decisions of one chunk of the rows.
+    """Return the random words of one chunk of the rows.
 
     index * GAMMA = (offset + row * D) * GAMMA + col * GAMMA: a multiplication per row, not element.
     """
     cols = chunk_cols(chunk, CHUNK, VEC)
     row_counter = (offset + (rows * N_COLS).to(tl.uint64)) * GAMMA
-    return keeps(seed, row_counter[:, None], cols[None, :], last_dropped, VEC)
+    return random_words(seed, row_counter[:, None], cols[None, :], VEC)
 
 
 @triton.jit
@@ -101,8 +100,9 @@ def _dropout_add_rms_norm_fwd_kernel(
     for chunk in tl.static_range(NUM_CHUNKS):
         branch = widened(x[chunk])
         if DROPS:
-            keep = chunk_keeps(seed, offset, rows, last_dropped, chunk, CHUNK, VEC, N_COLS)
-            branch = rounded(dropped_out(branch, keep, scale), x_ptr.dtype.element_ty)
+            words = chunk_words(seed, offset, rows, chunk, CHUNK, VEC, N_COLS)
+            branch = dropped_out(branch, words, last_dropped, scale)
+            branch = rounded(branch, x_ptr.dtype.element_ty)
         h = rounded(widened(residual[chunk]) + branch, H_DTYPE)
         store_chunk(h_ptr, h, rows, chunk, n_rows, N_COLS, VEC, EVEN)
         squares += h * h
@@ -174,8 +174,8 @@ def _dropout_add_rms_norm_bwd_kernel(
                 grad += widened(grad_h[chunk])
             store_chunk(grad_residual_ptr, grad, rows, chunk, n_rows, N_COLS, VEC, EVEN)
             if DROPS:
-                keep = chunk_keeps(seed, offset, rows, last_dropped, chunk, CHUNK, VEC, N_COLS)
-                grad = dropped_out(grad, keep, scale)
+                words = chunk_words(seed, offset, rows, chunk, CHUNK, VEC, N_COLS)
+                grad = dropped_out(grad, words, last_dropped, scale)
             store_chunk(grad_x_ptr, grad, rows, chunk, n_rows, N_COLS, VEC, EVEN)
         grad_weight = sums
     store_partials(partial_ptr, grad_weight, N_COLS)

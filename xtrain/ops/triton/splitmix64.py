@@ -77,25 +77,54 @@ def random_high_word(first, lane, seed):
     )
 
 
-@triton.jit
-def keeps(seed, start, index, last_dropped, VEC: tl.constexpr):
-    """Return whether the elements start / GAMMA + index are kept.
+# $1 where the random word $2 is above $3, else 0. Behind a branch, since the assembler makes of it
+# a predicated move, which the multiply pipe runs; of a select it would not.
+ZERO_DROPPED = tl.constexpr(
+    """{
+    .reg .pred keep;
+    .reg .b32 value;
+    setp.gt.u32 keep, $2, $3;
+    mov.b32 value, $1;
+    @keep bra DONE;
+    mov.b32 value, 0;
+DONE:
+    mov.b32 $0, value;
+    }"""
+)
 
-    An element is kept if its 24 bits are at least the threshold: (h >> 40) >= t is
-    (h >> 32) > (t << 8) - 1, for t from 1 to 2^24, and the host hands that number in as
-    last_dropped, which fits in 32 bits even where nothing is kept. index is int32, and a thread
-    holds VEC neighbours of it: taken apart by hand, since they share a multiplication only so.
+
+@triton.jit
+def random_words(seed, start, index, VEC: tl.constexpr):
+    """Return the high words of the elements start / GAMMA + index.
+
+    index is int32, and a thread holds VEC neighbours of it: taken apart by hand, since they share
+    a multiplication only so.
     """
     first = start + (index & -VEC).to(tl.uint64) * GAMMA
     lane = (index & (VEC - 1)).to(tl.uint64) * GAMMA
-    return random_high_word(first, lane, seed) > last_dropped.to(tl.uint32)
+    return random_high_word(first, lane, seed)
 
 
 @triton.jit
-def dropped_out(x, keep, scale):
-    """Return fp32 x times scale where kept, else +0.
+def dropped_out(x, word, last_dropped, scale):
+    """Return fp32 x times scale where word keeps it, else +0.
 
-    The select comes before the product: behind it the compiler would sink it past the rounding to
-    16 bits and take packed pairs apart. A dropped NaN is +0 all the same, since scale >= 0.
+    An element is kept if its 24 bits are at least the threshold: (h >> 40) >= t is
+    (h >> 32) > (t << 8) - 1, for t from 1 to 2^24, and the host hands that number in as
+    last_dropped, which fits in 32 bits even where nothing is kept. The select comes before the
+    product: behind it the compiler would sink it past the rounding to 16 bits and take packed pairs
+    apart. A dropped NaN is +0 all the same, since scale >= 0.
     """
-    return tl.where(keep, x, 0.0) * scale
+    last_dropped = last_dropped.to(tl.uint32)
+    if INTERPRETED:
+        x = tl.where(word > last_dropped, x, 0.0)
+    else:
+        x = tl.inline_asm_elementwise(
+            ZERO_DROPPED,
+            "=r,r,r,r",
+            [x, word, last_dropped],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    return x * scale
