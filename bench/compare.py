@@ -69,6 +69,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(" ".join(str(error).split()))
     print(setting, flush=True)
+    if flags.drift:
+        from bench.drift import report as drift_report
+
+        print("\n" + drift_report(setting), end="")
+        return 0
     start, load = time.perf_counter(), harness.load_average()
     environment, outcomes = run(setting, plan)
     from bench.compare_report import build_report
@@ -102,6 +107,7 @@ def build_parser() -> Any:
     add("--variants", default=",".join(DEFAULT_VARIANTS), help="comma-separated (all but eager-p0)")
     add("--blocks", type=_positive, default=9, help="each visits every variant twice (9)")
     add("--steps", type=_positive, help="timed steps a visit (GPU: 10, CPU: 2)")
+    add("--drift", action="store_true", help="compare numbers, not speed: eager against compiled")
     add("--seed", type=int, default=0, help="of weights, data and dropout (0)")
     add("--commit", help="commit to name in the report where the folder is no git checkout")
     add("--json", type=Path, metavar="FILE", help="write everything measured")

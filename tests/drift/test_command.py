@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -198,3 +199,18 @@ def test_help_needs_no_torch():
         [sys.executable, "-c", code, "--help"], capture_output=True, text=True, check=True
     )
     assert "exit codes of compare: 0 identical" in done.stdout
+
+
+def test_bench_compares_eager_with_what_is_compiled(capsys):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # bench/ is no installed package
+    from bench import compare as bench_compare
+
+    threads = torch.get_num_threads()
+    flags = ["--drift", "--preset=tiny", "--seq=12", "--device=cpu", f"--threads={threads}"]
+    assert bench_compare.main(flags) == 0
+    text = capsys.readouterr().out
+    for name in ("torch.compile", "xtrain.compile"):
+        part = text.partition(f"=== eager (A) and {name} (B) ===")[2]
+        verdict = re.search(r"^verdict (\d)", part, re.MULTILINE)
+        assert verdict is not None and int(verdict[1]) in (0, 1, 2)
+        assert "12 places" in part

@@ -21,6 +21,8 @@ VARIABLES = re.compile(
     r"|TORCH|TORCHINDUCTOR|TORCHDYNAMO|TRITON|XLA|XTRAIN|DISABLE_ADDMM_CUDA_LT|GLIBC_TUNABLES"
     r"|TRANSFORMERS|LD_PRELOAD|LD_LIBRARY_PATH|USE_FLASH_ATTENTION|FLASH_ATTENTION)(_.*)?"
 )
+# Where caches and logs lie chooses no kernel; libraries set some of these for themselves.
+NO_KERNEL = re.compile(r".*(_DIR|_HOME|_LOGS?|_CACHE\w*)|LOG_.*|GOMP_SPINCOUNT|\w+_VISIBLE_DEVICES")
 SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|CREDENTIAL|_KEY$")
 
 
@@ -28,7 +30,7 @@ def collect() -> dict[str, Any]:
     """Return the environment of this process as torch sees it now."""
     found: dict[str, Any] = {**_python(), **_cpu(), **_torch(), **_precision(), **_cuda()}
     for name, value in sorted(os.environ.items()):
-        if VARIABLES.fullmatch(name) and not SECRET.search(name):
+        if VARIABLES.fullmatch(name) and not (NO_KERNEL.fullmatch(name) or SECRET.search(name)):
             found[f"env.{name}"] = value
     return found
 

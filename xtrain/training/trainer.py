@@ -198,6 +198,7 @@ class Trainer:
             every=every,
             autocast=self.autocast,
             first_step=self.first_step,
+            rank=torch.distributed.get_rank() if torch.distributed.is_initialized() else 0,
         )
 
     def _finish(self, recorder: Recorder) -> dict[str, Any]:
