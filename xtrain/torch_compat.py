@@ -9,6 +9,7 @@ import sys
 import types
 from collections.abc import Callable, Sequence
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -336,12 +337,13 @@ def ddp_backend(ddp_module: Any, backend: Callable[..., Any]) -> Callable[..., A
     ).compile_fn
 
 
-@cache
+# Looked up once, here: Dynamo cannot trace the lookup, and traces public functions that ask.
+_HAS_TRITON = find_spec("triton") is not None
+
+
 def has_triton() -> bool:
     """Return whether Triton can be imported; asked before a kernel is launched."""
-    from importlib.util import find_spec
-
-    return find_spec("triton") is not None
+    return _HAS_TRITON
 
 
 def guarded_float(value: torch.SymFloat) -> float:
