@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from ahead_of_time import ARCHITECTURES, compile_kernel
+from ahead_of_time import ARCHITECTURES, Resources, compile_kernel
 from interpreter import run_interpreted
 from test_rope import angles, plain, tables, truth
 from test_swiglu import assert_accurate, with_grads
@@ -71,9 +71,18 @@ def test_swiglu_compiles_without_spills(kernel, arch, dtype):
     assert usage.count("STG") == usage.count("STG", "128") == len(outputs) * accesses, usage
 
 
-def compile_rope(dtype: str, arch: int, heads: int, head_dim: int, pairs: int, interleaved: bool):
+def compile_rope(
+    dtype: str,
+    arch: int,
+    heads: int,
+    head_dim: int,
+    pairs: int,
+    interleaved: bool = False,
+    has_k: bool = True,
+) -> Resources:
     block_tokens, block_heads, num_warps = rope_block_sizes(heads, head_dim, ITEMSIZE[dtype])
     constants = {
+        "HAS_K": has_k,
         "PAIRS": pairs,
         "REST": head_dim - 2 * pairs,
         "INTERLEAVED": interleaved,
@@ -98,17 +107,17 @@ def compile_rope(dtype: str, arch: int, heads: int, head_dim: int, pairs: int, i
 
 @pytest.mark.parametrize(("arch", "dtype"), BUILDS)
 def test_rope_compiles_without_spills(arch, dtype):
-    usage = compile_rope(dtype, arch, 40, 128, 64, False)
+    usage = compile_rope(dtype, arch, 40, 128, 64)
     assert usage.spills == 0, usage
     assert usage.registers <= 64, usage
     assert usage.count("STG") == usage.count("STG", "128") > 0, usage
     assert usage.count("LDG", "128") >= usage.count("STG"), usage
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize(("head_dim", "has_k"), [(64, True), (80, True), (128, False)])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_partial_rope_compiles_without_spills(interleaved, head_dim):
-    usage = compile_rope("bf16", 90, 24, head_dim, head_dim // 4, interleaved)
+def test_partial_rope_compiles_without_spills(interleaved, head_dim, has_k):
+    usage = compile_rope("bf16", 90, 24, head_dim, head_dim // 4, interleaved, has_k)
     assert usage.spills == 0, usage
     assert usage.registers <= 64, usage
 

@@ -22,17 +22,17 @@ from xtrain.ops.layout import empty_heads
 
 
 @triton.jit
-def _rows(q, k, batch, token, head, n_heads):
+def _rows(q, k, batch, token, head, n_heads, HAS_K: tl.constexpr):
     """Return pointers to the first elements of these heads of these tokens: q's, then k's.
 
-    q and k are (pointer, batch stride, head stride, token stride); k's pointer may be None.
+    q and k are (pointer, batch stride, head stride, token stride).
     """
-    q_rows = q[0] + (batch * q[1] + head * q[2] + token * q[3])
-    if k[0] is None:
-        return q_rows
-    head -= n_heads
-    k_rows = k[0] + (batch * k[1] + head * k[2] + token * k[3])
-    return tl.where(head < 0, q_rows, k_rows)
+    rows = q[0] + (batch * q[1] + head * q[2] + token * q[3])
+    if HAS_K:
+        head -= n_heads
+        k_rows = k[0] + (batch * k[1] + head * k[2] + token * k[3])
+        rows = tl.where(head < 0, rows, k_rows)
+    return rows
 
 
 @triton.jit
@@ -62,6 +62,7 @@ def _rope_fwd_kernel(
     n_all_heads,
     n_token_blocks,
     n_head_blocks,
+    HAS_K: tl.constexpr,
     PAIRS: tl.constexpr,
     REST: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -95,8 +96,8 @@ def _rope_fwd_kernel(
     token, token_inside = token[:, None, None], token_inside[:, None, None]
     head = (first_head + tl.arange(0, BLOCK_HEADS))[None, :, None].to(tl.int64)
     inside = token_inside & (head < n_all_heads)
-    x = _rows(q, k, batch, token, head, n_heads)
-    out = _rows(out_q, out_k, batch, token, head, n_heads)
+    x = _rows(q, k, batch, token, head, n_heads, HAS_K)
+    out = _rows(out_q, out_k, batch, token, head, n_heads, HAS_K)
 
     # everything is loaded before anything is stored
     if INTERLEAVED:
@@ -175,15 +176,14 @@ def _launch(
     block_tokens, block_heads, num_warps = rope_block_sizes(n_all_heads, H, outs[0].element_size())
     n_token_blocks = triton.cdiv(T, block_tokens)
     n_head_blocks = triton.cdiv(n_all_heads, block_heads)
-    absent = [None] * (2 - len(inputs))  # rope of one tensor has no k
+    q_and_k = [*rows, *rows][:2]  # the kernel looks at no k where there is none
+    out_q_and_k = [*outs, *outs][:2]
     _rope_fwd_kernel[(B * n_token_blocks * n_head_blocks,)](
-        *rows,
-        *absent,
-        *outs,
-        *absent,
+        *q_and_k,
+        *out_q_and_k,
         cos,
         sin,
-        *(stride for x in (*rows, *absent, *outs, *absent) for stride in _row_strides(x)),
+        *(stride for x in (*q_and_k, *out_q_and_k) for stride in _row_strides(x)),
         cos.stride(0) if cos.dim() == 3 else 0,
         cos.stride(-2),
         T,
@@ -191,6 +191,7 @@ def _launch(
         n_all_heads,
         n_token_blocks,
         n_head_blocks,
+        HAS_K=len(inputs) == 2,
         PAIRS=pairs,
         REST=H - 2 * pairs,
         INTERLEAVED=layout == "interleaved",
@@ -205,9 +206,9 @@ def _launch(
     return outs
 
 
-def _row_strides(x: Tensor | None) -> list[int]:
+def _row_strides(x: Tensor) -> list[int]:
     """Return the strides of [B, N, T]; 0 for dims of one element, whose strides may be anything.
 
     Triton compiles for whether 16 divides each stride, which 16-byte accesses need.
     """
-    return [0 if x is None or x.shape[d] == 1 else x.stride(d) for d in range(3)]
+    return [0 if x.shape[d] == 1 else x.stride(d) for d in range(3)]
