@@ -393,3 +393,21 @@ def test_sequence_numbers_join_a_backward_to_its_forward():
     assert ("aten.silu.default", "aten.silu_backward.default") in ran
     assert ("aten.mm.default", "aten.mm.default") in ran
     assert torch_compat.running_sequence_number() is None
+
+
+def test_a_backward_knows_whether_it_keeps_its_graph():
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda grad: seen.append(torch_compat.backward_keeps_graph()))
+    y.sum().backward(retain_graph=True)
+    y.sum().backward()
+    assert seen == [True, False]
+
+
+def test_a_dispatch_mode_is_noticed():
+    from torch._subclasses import FakeTensorMode
+
+    assert not torch_compat.is_observed()
+    with FakeTensorMode():
+        assert torch_compat.is_observed()

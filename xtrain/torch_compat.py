@@ -178,6 +178,16 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def backward_keeps_graph() -> bool:
+    """Whether the running backward keeps what was saved for another one (retain_graph)."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def is_observed() -> bool:
+    """Whether a dispatch mode (tracing, fake tensors, a recorder) sees the calls made now."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
 class StorageRef:
     """A weak reference to a tensor's memory: tells whether its address still means that tensor."""
 

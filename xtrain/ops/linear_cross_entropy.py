@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from xtrain import torch_compat
 from xtrain.ops import registry
 from xtrain.ops.cross_entropy import check_options, check_range, cross_entropy_reference
 from xtrain.ops.cross_entropy_decomposition import compute_dtype
@@ -254,8 +255,8 @@ def may_reuse(saved: tuple[Tensor, ...], grad_loss: Tensor, dtype: torch.dtype) 
         grad_loss.is_cuda
         and held_dtype(dtype) == dtype
         and all(type(t) is Tensor and why_no_kernel(t) is None for t in (grad_loss, *saved[-2:]))
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._autograd._get_current_graph_task_keep_graph()
+        and not torch_compat.is_observed()
+        and not torch_compat.backward_keeps_graph()
     )
 
 
