@@ -95,7 +95,9 @@ def swiglu_block_sizes(n_rows: int, n_cols: int, itemsize: int) -> tuple[int, in
 
     A thread moves 16 bytes per access, the widest there is: a tile is threads * 16 / itemsize
     elements. Columns are cut by the widest power of two, down to 256, that leaves at most 1/16 of
-    the lanes idle, and a tile takes as many rows as then fit.
+    the lanes idle, and a tile takes as many rows as then fit. On one H200, bf16 [16384, 5632]: 128
+    us forward and 216 backward, packed or not, where copying as many bytes takes 130 and 217; two
+    or four accesses a thread change nothing, half an access (8 warps) costs 143 us forward.
     """
     num_warps = 4
     tile = num_warps * 32 * max(16 // itemsize, 1)
