@@ -30,8 +30,13 @@ def test_under_the_interpreter():
 # --- ahead of time ------------------------------------------------------------------------------
 
 
-def compiled(kernel: Any, sizes: dict[str, Any], dtypes, n_cols: int, arch: int) -> Resources:
-    """Compile as the launcher does for aligned tensors whose rows fill the tiles."""
+def compiled(
+    kernel: Any, sizes: dict[str, Any], dtypes, n_cols: int, arch: int, **more: Any
+) -> Resources:
+    """Compile as the launcher does for aligned tensors whose rows fill the tiles.
+
+    Args:     more: arguments that the launch would make constants.
+    """
     x, residual, weight, y = (f"*{NAMES[dtype]}" for dtype in dtypes)
     pointers = dict(x_ptr=x, residual_ptr=residual, weight_ptr=weight, h_ptr=residual, y_ptr=y)
     pointers |= dict(grad_h_ptr=residual, grad_y_ptr=y, grad_x_ptr=x, grad_residual_ptr=residual)
@@ -44,7 +49,9 @@ def compiled(kernel: Any, sizes: dict[str, Any], dtypes, n_cols: int, arch: int)
     constants = dict(DROPS=True, HAS_GRAD_H=True, NUM_GRAD_Y=1, LLAMA=True, N_COLS=n_cols)
     constants |= dict(Y_DTYPE=rows.triton_dtype(norm_dtype), **sizes)
     constants["EVEN"] = n_cols == sizes["CHUNK"] * sizes["NUM_CHUNKS"]
-    signature = {n: kind for n, kind in (pointers | scalars).items() if n in kernel.arg_names}
+    constants |= more
+    types = (pointers | scalars).items()
+    signature = {n: kind for n, kind in types if n in kernel.arg_names and n not in more}
     constants = {n: value for n, value in constants.items() if n in kernel.arg_names}
     return compile_kernel(kernel, signature, constants, arch=arch, **options)
 
@@ -99,11 +106,18 @@ def test_accesses_are_wide_and_stay_in_registers(dtypes):
         assert usage.count("STS", "128") == usage.count("STSM") == 0
 
 
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
+def test_compiles_for_a_single_element(kernel):
+    """One row of one column: Triton makes n_rows a constant, and tiles are as small as they get."""
+    sizes = block_sizes(kernel, 1, PURE)
+    assert compiled(kernel, sizes, PURE, 1, 90, n_rows=1).spills == 0
+
+
 def test_row_tiles():
     for n_cols in (*range(1, 300), 768, 1000, 1536, 3072, 5120, 7168, 8192):
         chunk, num_chunks = rows.row_tile(n_cols)
         assert chunk & (chunk - 1) == 0 and 1 <= num_chunks <= 8
-        assert n_cols <= chunk * num_chunks < 2 * n_cols or n_cols == 1
+        assert n_cols <= chunk * num_chunks < max(2 * n_cols, 17)
     assert rows.row_tile(768) == (256, 3) and rows.row_tile(4096) == (4096, 1)
 
 

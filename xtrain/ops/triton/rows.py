@@ -147,10 +147,11 @@ def _sum_partials_kernel(
 def row_tile(n_cols: int) -> tuple[int, int]:
     """Return (CHUNK, NUM_CHUNKS) for rows of n_cols columns.
 
-    Short rows are one chunk. Longer ones take the largest power of two that leaves few lanes
-    idle (one for six at work), and otherwise the one that idles least, in at most eight chunks.
+    Short rows are one chunk, of 16 at least: casts.py takes no tile of a single element. Longer
+    ones take the largest power of two that leaves few lanes idle (one for six at work), and
+    otherwise the one that idles least, in at most eight chunks.
     """
-    whole = triton.next_power_of_2(n_cols)
+    whole = max(triton.next_power_of_2(n_cols), 16)
     best = (whole, 1)
     for chunk in (whole >> shift for shift in range(1, 4)):
         if chunk < 128 or (best[0] * best[1] - n_cols) * 6 <= n_cols:
