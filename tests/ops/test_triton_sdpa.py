@@ -14,7 +14,12 @@ from xtrain.ops.sdpa import sdpa_backend
 from xtrain.ops.triton.sdpa_bwd_kv import _sdpa_bwd_kv_kernel, sdpa_bwd_kv_block_sizes
 from xtrain.ops.triton.sdpa_bwd_q import _sdpa_bwd_q_kernel, sdpa_bwd_q_block_sizes
 from xtrain.ops.triton.sdpa_fwd import _sdpa_fwd_kernel, sdpa_fwd_block_sizes
-from xtrain.ops.triton.sdpa_tiles import Options, head_block, wants_tma
+from xtrain.ops.triton.sdpa_tiles import (
+    Options,
+    _document_ranges_kernel,
+    head_block,
+    wants_tma,
+)
 
 KERNELS = {
     "fwd": (_sdpa_fwd_kernel, sdpa_fwd_block_sizes),
@@ -33,16 +38,22 @@ def test_under_the_interpreter():
 # --- ahead of time --------------------------------------------------------------------------------
 
 
-def compiled(name, arch, dtype, head_dim, *, window=None, softcap=None, documents=False):
-    """Compile as the launcher does for aligned tensors of this head dim; return the resources."""
+def compiled(
+    name, arch, dtype, head_dim, *, window=None, softcap=None, documents=False, causal=True, ones=()
+):
+    """Compile as the launcher does for aligned tensors of this head dim; return the resources.
+
+    ones: arguments that are 1, which Triton makes constant.
+    """
     kernel, block_sizes = KERNELS[name]
     width = head_block(head_dim)
     blocks = block_sizes(width, DTYPES[dtype].itemsize, arch)
     m, n = (blocks.step, blocks.own) if name == "bwd_kv" else (blocks.own, blocks.step)
     like = torch.empty(1, 1, 1, head_dim, dtype=DTYPES[dtype])
     tma = wants_tma(DTYPES[dtype], arch)
-    constants = Options(True, 0.1, window, softcap).constants(like, like, tma)
-    constants |= {"DOCUMENTS": documents, "EVEN": True, "BLOCK_M": m, "BLOCK_N": n}
+    constants = Options(causal, 0.1, window, softcap).constants(like, like, tma)
+    constants |= dict.fromkeys(ones, 1)
+    constants |= {"DOCUMENTS": documents, "EVEN": not ones, "BLOCK_M": m, "BLOCK_N": n}
     if not documents:
         constants |= {"ids_ptr": None, "ranges_ptr": None}
 
@@ -74,6 +85,34 @@ def test_compiles_for(arch, name):
     if arch == 90:
         assert usage.count("HGMMA", "F32", "BF16") > 0 and usage.count("UTMALDG") > 0, usage
         assert usage.count("LDGSTS") == 0 or name == "bwd_kv", "tiles are fetched by threads"
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_compiles_every_specialisation(name):
+    """Sizes of 1, fp32, wide and odd head dims, one kind of mask and all of them at once."""
+    everything = {"window": 9, "softcap": 2.0, "documents": True}
+    cases = [
+        ("bf16", 64, {"ones": ("T", "n_groups")}),
+        ("bf16", 64, {"ones": ("T", "S", "n_groups", "ids_t_stride"), **everything}),
+        ("bf16", 80, {"ones": ("ids_t_stride",), **everything}),
+        ("fp16", 256, {}),
+        ("fp32", 128, {"documents": True}),
+    ]
+    for dtype, head_dim, options in cases:
+        if "n_kv_heads" in KERNELS[name][0].arg_names and "T" in options.get("ones", ()):
+            options = {**options, "ones": (*options["ones"], "n_kv_heads")}
+        usage = compiled(name, 90, dtype, head_dim, **options)
+        assert usage.shared_bytes <= SHARED_BYTES[90], (dtype, head_dim, options, usage)
+        assert usage.spills <= 400, (dtype, head_dim, options, usage)
+
+
+@pytest.mark.parametrize("T", [1, 40])
+def test_document_ranges_compile(T):
+    signature = {"ids_ptr": "*i64", "ids_b_stride": "i32", "ranges_ptr": "*i32"}
+    constants = {"ids_t_stride": 1, "BLOCK": 64, "CHUNK": 1024}
+    (constants if T == 1 else signature)["T"] = 1 if T == 1 else "i32"
+    usage = compile_kernel(_document_ranges_kernel, signature, constants, arch=90)
+    assert usage.spills == 0, usage
 
 
 # --- on a GPU -------------------------------------------------------------------------------------

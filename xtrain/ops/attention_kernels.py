@@ -62,12 +62,20 @@ def _serves(
 
 
 def _ranking(q: Tensor) -> tuple[Kernel, ...]:
-    """Return the kernels, fastest first, for this GPU, dtype and head dim."""
+    """Return the kernels, fastest first, for this GPU, dtype and head dim.
+
+    H200, bf16, causal, B8 H16 S2048 D64, TFLOP/s forward / forward and backward: cuDNN 355 / 314,
+    ours 334 / 289, FlashAttention 2 241 / 217. Beyond head dim 128 ours holds fewer rows at a time,
+    and FlashAttention 2 was made for the GPUs before sm_90. In fp32 ours multiplies in three parts
+    on half the registers: for what torch's cannot do.
+    """
     if q.dtype == torch.float32:
-        return "triton", "efficient"
-    if torch.cuda.get_device_capability(q.device)[0] in (9, 10):
-        return "cudnn", "triton", "flash", "efficient"
-    return "flash", "cudnn", "triton", "efficient"
+        return "efficient", "triton"
+    if torch.cuda.get_device_capability(q.device)[0] not in (9, 10):
+        return "flash", "cudnn", "triton", "efficient"
+    if q.shape[-1] > 128:
+        return "cudnn", "flash", "triton", "efficient"
+    return "cudnn", "triton", "flash", "efficient"
 
 
 def faster(q: Tensor, one: Kernel | None, other: Kernel) -> Kernel:

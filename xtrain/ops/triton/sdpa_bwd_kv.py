@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from xtrain.ops.triton.sdpa_tiles import (
+    FP32_BLOCKS,
     Blocks,
     Options,
     can_use_tma,
@@ -249,11 +250,11 @@ def sdpa_bwd_kv_block_sizes(width: int, itemsize: int, arch: int) -> Blocks:
     wide heads take eight warps.
     """
     if itemsize == 4:
-        return Blocks(64, 16, 4, 1) if width <= 64 else Blocks(64, 16, 8, 1)
+        return FP32_BLOCKS if width <= 64 else Blocks(32, 16, 4, 1)
     if arch == 90:
         if width <= 64:
             return Blocks(128, 32, 4, 3)
-        return Blocks(64, 32, 4, 3) if width <= 128 else Blocks(64, 32, 8, 2)
+        return Blocks(64, 32, 4, 3) if width <= 128 else Blocks(64, 64, 8, 2)
     if arch == 100:
         if width <= 64:
             return Blocks(64, 64, 4, 2)

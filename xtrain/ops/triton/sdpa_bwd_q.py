@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from xtrain.ops.triton.sdpa_tiles import (
+    FP32_BLOCKS,
     Blocks,
     Options,
     can_use_tma,
@@ -244,7 +245,7 @@ def sdpa_bwd_q_block_sizes(width: int, itemsize: int, arch: int) -> Blocks:
     an SM.
     """
     if itemsize == 4:
-        return Blocks(64, 32, 4, 1) if width <= 64 else Blocks(64, 16, 8, 1)
+        return FP32_BLOCKS
     if width <= 64:
         return Blocks(64, 64, 4, 3) if arch == 90 else Blocks(64, 64, 4, 2)
     if arch in (90, 100):

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from xtrain.ops.triton.sdpa_tiles import (
+    FP32_BLOCKS,
     Blocks,
     Options,
     can_use_tma,
@@ -235,7 +236,7 @@ def sdpa_fwd_block_sizes(width: int, itemsize: int, arch: int) -> Blocks:
     the running result, and then the larger tile, which reads k and v half as often.
     """
     if itemsize == 4:
-        return Blocks(64, 32, 4, 1) if width <= 64 else Blocks(64, 16, 8, 1)
+        return FP32_BLOCKS
     if width <= 64:
         return Blocks(64, 64, 4, 3)
     if arch in (90, 100):

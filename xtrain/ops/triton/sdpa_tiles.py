@@ -29,6 +29,12 @@ class Blocks:
     num_stages: int
 
 
+# Each product is three of TF32, whose parts fill the registers: 32 rows, the loop not unrolled into
+# stages. From 64 rows on sm_90 would take wgmma, and with 8 warps on 64 rows of fp32 Triton 3.6
+# gives wrong values there.
+FP32_BLOCKS = Blocks(32, 32, 4, 1)
+
+
 @dataclass(frozen=True)
 class Options:
     """What is computed: the arguments of the op beside the tensors."""
