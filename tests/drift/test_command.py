@@ -214,3 +214,20 @@ def test_bench_compares_eager_with_what_is_compiled(capsys):
         verdict = re.search(r"^verdict (\d)", part, re.MULTILINE)
         assert verdict is not None and int(verdict[1]) in (0, 1, 2)
         assert "12 places" in part
+
+
+def test_a_hugging_face_folder_in_bf16_keeps_its_tables(tmp_path):
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, vocab_size=64)
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "hf")
+    flags = [tmp_path / "hf", "--tokens=1", "--num-prompts=1", "--prompt-length=4"]
+    for dtype in ("auto", "bf16"):
+        assert run("record", "--out", tmp_path / dtype, *flags, f"--dtype={dtype}") == 0
+    from xtrain.drift import compare
+
+    found = compare(tmp_path / "auto", tmp_path / "bf16")
+    assert found.reason is None  # the weights of the file, rounded
+    assert tuple(found.first_divergence) == ("model.embed_tokens", "aten.embedding")

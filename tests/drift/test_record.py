@@ -293,9 +293,11 @@ def test_inputs_of_other_forms_and_models_without_logits():
     named = {"input_ids": x, "attention_mask": torch.ones_like(x)}
     assert compare(record(model, x), record(model, x.tolist())).exit_code == 0
     assert record(model, named).cases[1].prompt["tokens"] == x[1].tolist()
-    with pytest.raises(DriftError, match=r"token ids \[B, T\]"):
-        record(model, [1, 2])
-    for output in ({"hidden": x}, x.float(), (None,)):
+    assert record(model, [1, 2]).cases[0].prompt["tokens"] == [1, 2]
+    for wrong in ([], {"input_ids": None}, [["a"]]):
+        with pytest.raises(DriftError, match="inputs"):
+            record(model, wrong)
+    for output in ({"hidden": x}, x.float()[None, None], (None,), x.float().sum()):
         model = Rowwise()
         model.forward = lambda input_ids, output=output: output
         with pytest.raises(DriftError, match=r"the model returns no logits \[B, T, V\] but"):
@@ -360,3 +362,42 @@ def test_a_model_that_is_compiled_already_is_run_as_it_is():
         found = compare(plain, record(compiled, x))
         assert found.b.run["mode"] == "unobserved" and not found.b.cases[0].steps[0].keys()
         assert found.exit_code == 0 and found.num_matched == 0 and len(found.positions) == 9
+
+
+def test_integers_of_a_batch_are_no_numbers_of_a_prompt():
+    class Counting(Rowwise):
+        """Counts its tokens and rows first, as some models do for masks and positions."""
+
+        def forward(self, input_ids):
+            count = torch.ones_like(input_ids).sum() + torch.arange(len(input_ids)).sum()
+            return super().forward(input_ids) + (count - count).float()
+
+    lists = prompts([1, 2, 3], [4, 5, 6])
+    alone = record_prompts(subject(Counting()), lists, Settings(num_tokens=2))
+    both = record_prompts(subject(Counting()), lists, Settings(num_tokens=2, batch_size=2))
+    found = compare(alone, both)
+    assert found.exit_code == 0 and found.first_divergence is None
+    assert ("both", "", "aten.sum") in {item[:3] for item in found.unmatched}
+
+
+@pytest.mark.parametrize("shape", [(48,), (3, 48)], ids=str)
+def test_any_module_on_numbers(shape):
+    """Row C52: a linear layer on one vector; its product is the only op there is."""
+    draw = np.random.default_rng(0).standard_normal
+    linear = nn.Linear(48, 440)
+    with torch.no_grad():
+        linear.weight.copy_(torch.from_numpy(draw((440, 48))))
+        linear.bias.zero_()
+    x = torch.from_numpy(draw(shape)).float()
+    a, b = record(linear, x), record(linear, x)
+    assert compare(a, b).exit_code == 0
+    assert len(a.cases) == (3 if len(shape) == 2 else 1)
+    np.testing.assert_array_equal(
+        a.cases[-1].steps[0].logits()[0][0], linear(x).detach().view(-1, 440)[-1]
+    )
+    with torch.no_grad():
+        linear.bias[7] += 1e-3
+    found = compare(a, record(linear, x))
+    assert found.first_divergence.op in ("aten.addmm", "aten.addmv", "aten.add")
+    assert found.reason == "other weights: bias"
+    assert "other inputs" in compare(a, record(linear, x + 1)).reason

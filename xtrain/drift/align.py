@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtrain.drift.record_folder import Columns, OpKey
-from xtrain.drift.values import STATISTICS, Distance, coarser_dtype, distance, max_ulps
+from xtrain.drift.values import FLOATS, STATISTICS, Distance, coarser_dtype, distance, max_ulps
 
 
 class Unmatched(NamedTuple):
@@ -63,9 +63,17 @@ class RowDifferences:
 
 
 def differences(
-    a: Columns, b: Columns, keys_a: Sequence[OpKey], keys_b: Sequence[OpKey]
+    a: Columns,
+    b: Columns,
+    keys_a: Sequence[OpKey],
+    keys_b: Sequence[OpKey],
+    *,
+    same_layout: bool = True,
 ) -> RowDifferences:
     """Compare two forwards row by row.
+
+    same_layout: both have the same batch and padding. Otherwise integers are not compared: counts,
+    positions and masks of a whole batch say nothing about one prompt.
 
     A prompt's part is compared with the other's part; where the leading dimension was mistaken for
     a batch (a table of T rows that all prompts share), the whole tensors are.
@@ -79,6 +87,9 @@ def differences(
             same_shape = (shape_a[i] == shape_b[j]).all(axis=1)
             equal |= same_shape & (hash_a[i] == hash_b[j]).all(axis=1)
             comparable |= same_shape
+    if not same_layout:
+        floats = np.array([key.dtype in FLOATS for key in keys_a], bool)
+        comparable &= floats[i]
     different = comparable & ~equal
     for row in np.flatnonzero(different):
         if keys_a[i[row]].dtype != keys_b[j[row]].dtype:

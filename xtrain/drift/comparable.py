@@ -54,6 +54,9 @@ def _inputs(a: Record, b: Record) -> str | None:
     for number, (x, y) in enumerate(zip(prompts_a, prompts_b, strict=True)):
         if x["tokens"] != y["tokens"]:
             return f"other prompts: the tokens of prompt {number} differ"
+        marks = {x.get("xxh3_128"), y.get("xxh3_128")} - {None}
+        if len(marks) > 1:
+            return f"other inputs: those of prompt {number} differ"
     forward_a, forward_b = a.run["decode"] is None, b.run["decode"] is None
     if forward_a != forward_b:
         return "one record is a single forward, the other decodes"

@@ -103,6 +103,12 @@ class Comparison:
     unmatched: list[Unmatched] = field(default_factory=list)
     num_matched: int = 0  # op results compared
 
+    @cached_property
+    def same_layout(self) -> bool:
+        """Whether both computed the prompts in the same batches, with the same padding."""
+        names = ("batch_size", "pad_to", "decode")
+        return all(self.a.run[name] == self.b.run[name] for name in names)
+
     @property
     def environment_changes(self) -> list[Change]:
         """What differs in the two environments, threads and run settings included."""
@@ -207,7 +213,8 @@ def _compare_ops(
         aligned = align(keys_a, keys_b)
         unmatched.update(("a", *keys_a[i][:2]) for i in aligned.only_a)
         unmatched.update(("b", *keys_b[j][:2]) for j in aligned.only_b)
-        rows = differences(a.columns(kind), b.columns(kind), keys_a, keys_b)
+        columns = a.columns(kind), b.columns(kind)
+        rows = differences(*columns, keys_a, keys_b, same_layout=result.same_layout)
         result.num_matched += int(rows.comparable.sum())
         for row in np.flatnonzero(~rows.comparable):
             unmatched["both", *keys_a[rows.pairs[row, 0]][:2]] += 1

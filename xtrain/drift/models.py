@@ -46,11 +46,12 @@ def load(name: str, *, seed: int, runs: str, dtype: str, device: str) -> Subject
     if name in PRESETS:
         subject = _preset(name, seed)
     elif (Path(name) / "config.json").is_file():
-        subject = _hugging_face(Path(name))
+        subject = _hugging_face(Path(name), dtype)
     else:
         subject = _run(name, runs)
     subject.weights = hash_weights(subject.model)
-    subject.model.to(device=device, dtype=DTYPES.get(dtype)).eval()
+    cast = None if subject.description["kind"] == "hugging_face" else DTYPES.get(dtype)
+    subject.model.to(device=device, dtype=cast).eval()
     return subject
 
 
@@ -120,7 +121,7 @@ def _run(name: str, runs: str) -> Subject:
     return Subject(model, description, tokenizer.vocab_size, length, encode, tokenizer.decode)
 
 
-def _hugging_face(folder: Path) -> Subject:
+def _hugging_face(folder: Path, dtype: str) -> Subject:
     try:
         import transformers
     except ImportError:
@@ -129,7 +130,10 @@ def _hugging_face(folder: Path) -> Subject:
     transformers.logging.disable_progress_bar()
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, local_files_only=True, dtype="auto"
+            # by the library: a later cast would also round tables that it keeps in fp32
+            folder,
+            local_files_only=True,
+            dtype=DTYPES.get(dtype, "auto"),
         )
     except Exception as error:  # whatever the library finds wrong with the folder
         reason = " ".join(str(error).split())[:300]

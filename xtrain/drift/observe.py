@@ -275,16 +275,24 @@ def _parameters(model: nn.Module) -> list[str]:
 
 
 def logits_of(output: Any) -> Tensor:
-    """Return the logits in what a model returns: an output object, a tuple, a dict, a tensor."""
+    """Return the logits in what a model returns (an output object, a tuple, a dict, a tensor).
+
+    As [B, T, V], whether the model gives that, [B, V] or [V].
+    """
     logits = output if isinstance(output, Tensor) else None
     if isinstance(output, Mapping):
         logits = output.get("logits")
     logits = getattr(output, "logits", None) if logits is None else logits
     if logits is None and isinstance(output, tuple | list):
         logits = next((item for item in output if isinstance(item, Tensor)), None)
-    if not isinstance(logits, Tensor) or logits.dim() != 3:
-        raise DriftError(f"the model returns no logits [B, T, V] but {type(output).__name__}")
-    return logits
+    if not isinstance(logits, Tensor) or not 1 <= logits.dim() <= 3 or not logits.numel():
+        shape = f" {list(logits.shape)}" if isinstance(logits, Tensor) else ""
+        raise DriftError(
+            f"the model returns no logits [B, T, V] but {type(output).__name__}{shape}"
+        )
+    if logits.dim() == 3:
+        return logits
+    return logits.unsqueeze(-2) if logits.dim() == 2 else logits[None, None]
 
 
 def first_tensor(output: Any) -> Tensor | None:

@@ -190,7 +190,11 @@ def _prompts(comparison: Comparison) -> list[str]:
 def _unmatched(comparison: Comparison) -> list[str]:
     if not comparison.unmatched:
         return []
-    side = {"a": "A alone", "b": "B alone", "both": "both, in other shapes"}
+    side = {
+        "a": "A alone",
+        "b": "B alone",
+        "both": "both, other shape or integers of another batch",
+    }
     rows = [
         (side[u.record], f"<code>{escape(u.path or 'model')}</code>", escape(u.op), str(u.times))
         for u in comparison.unmatched

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from xtrain.drift import environment
-from xtrain.drift.collect import Collector, Layout
+from xtrain.drift.collect import Collector, Layout, to_bits
 from xtrain.drift.errors import DriftError
 from xtrain.drift.models import Subject, count_parameters, hash_weights, json_number, weight_sizes
 from xtrain.drift.observe import MODES, Runner
@@ -26,6 +26,7 @@ from xtrain.drift.record_folder import (
     keep_alive,
     temporary_record_path,
 )
+from xtrain.drift.values import hash_bits
 
 DECODERS = ("greedy", "generate", "sample")
 
@@ -64,7 +65,7 @@ class Settings:
 
 def record(
     model: nn.Module,
-    inputs: Tensor | Sequence[Sequence[int]] | Mapping[str, Any],
+    inputs: Tensor | Sequence[Any] | Mapping[str, Any],
     *,
     out: str | os.PathLike[str] | None = None,
     mode: str | None = None,
@@ -75,9 +76,10 @@ def record(
 ) -> Record:
     """Run one forward of model on inputs and return the record of every op, block and logit.
 
-    Args:     model: a causal language model; called in eval mode, its mode is put back.
-              inputs: token ids [B, T], each row a prompt of the record; or the keyword arguments of
-              the model's forward, tensors of B rows, with the ids as input_ids.
+    Args:     model: a causal language model, or any module that returns [B, T, V], [B, V] or [V];
+              called in eval mode, its mode is put back.
+              inputs: token ids [B, T] or [T], or other numbers, each row a prompt of the record; or
+              the keyword arguments of the model's forward, tensors of B rows.
               out: the record's folder; None: a temporary one that lives as long as the result.
               mode: eager | aot_eager | inductor | unobserved; None: eager, or unobserved for a
               model that torch.compile or xtrain.compile returned.
@@ -91,13 +93,11 @@ def record(
     mode = mode or ("unobserved" if _is_compiled(model) else "eager")
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     named = _named_inputs(inputs, device)
-    tokens = named.get("input_ids")
-    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or not tokens.numel():
-        raise DriftError("inputs must hold token ids [B, T], at least one; as input_ids in a dict")
+    prompts = _prompts(named)
     settings = Settings(
         mode=mode,
         device=str(device),
-        batch_size=len(tokens),
+        batch_size=len(prompts),
         decode=None,
         top_k=top_k,
         tensors=tensors,
@@ -105,7 +105,6 @@ def record(
     )
     description = {"kind": "library", "name": type(model).__name__}
     subject = Subject(model, description, 0, None, weights=hash_weights(model))
-    prompts = [{"tokens": row, "text": None} for row in tokens.tolist()]
     with _Recording(subject, prompts, settings, out, overwrite) as recording:
         recording.forward(named)
     return recording.result()
@@ -205,12 +204,17 @@ class _Recording:
 
     def forward(self, inputs: Mapping[str, Any]) -> None:
         """Record one forward with all its positions."""
-        batch, length = inputs["input_ids"].shape
+        batch = len(self.prompts)
         cases = self.cases(range(batch))
-        collector = Collector(self.layout(batch, length, [length] * batch), cases)
+        lengths = [len(prompt["tokens"] or "-") for prompt in self.prompts]
+        collector = Collector(self.layout(batch, max(lengths), lengths), cases)
         logits = self.run(inputs, collector, ops=True)
-        steps = [self.step(logits[row], length) for row in range(batch)]
-        collector.write(steps, logits, [slice(0, length)] * batch)
+        if len(logits) != batch:
+            raise DriftError(
+                f"the model returns {len(logits)} rows of logits for {batch} of inputs"
+            )
+        steps = [self.step(logits[row], lengths[row]) for row in range(batch)]
+        collector.write(steps, logits, [slice(None)] * batch)
         for case in cases:
             case.close(None)
 
@@ -248,13 +252,37 @@ def _named_inputs(inputs: Any, device: torch.device) -> dict[str, Any]:
         named = dict(inputs)
     else:
         try:
-            named = {"input_ids": torch.as_tensor(inputs)}
-        except (TypeError, ValueError) as error:
-            raise DriftError(f"inputs must be token ids [B, T]: {error}") from None
+            tensor = torch.as_tensor(inputs)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise DriftError(f"inputs must be numbers [B, T]: {error}") from None
+        # one prompt; a vector of floats is left as it is, for models that take one
+        named = {"input_ids": tensor[None] if _is_ids(tensor) and tensor.dim() == 1 else tensor}
     return {
         name: value.to(device) if isinstance(value, Tensor) else value
         for name, value in named.items()
     }
+
+
+def _prompts(named: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return a prompt for each row: its ids, and the hash of all that is fed for it."""
+    tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
+    first = tensors.get("input_ids", next(iter(tensors.values()), None))
+    if first is None or not first.numel():
+        raise DriftError("inputs hold no tensor with numbers in it")
+    batch = len(first) if first.dim() > 1 else 1
+    found = []
+    for row in range(batch):
+        parts = [
+            t[row] if t.dim() and len(t) == batch and t.dim() > 1 else t for t in tensors.values()
+        ]
+        marks = [hash_bits(to_bits(part)[0]) for part in parts]
+        ids = first[row].tolist() if _is_ids(first) and first.dim() == 2 else None
+        found.append({"tokens": ids, "text": None, "xxh3_128": b"".join(marks).hex()})
+    return found
+
+
+def _is_ids(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() and not tensor.is_complex()
 
 
 def _is_compiled(model: nn.Module) -> bool:

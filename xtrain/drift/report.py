@@ -91,6 +91,8 @@ def context(record: Record, position: Position) -> str:
     """Return the text that leads to a place, or its last tokens where no text is known."""
     case = record.cases[position.prompt]
     tokens = [step.tokens[-1] for step in case.steps[: position.step]]
+    if case.prompt["tokens"] is None:
+        return "its input"
     if record.run["decode"] is None:
         return f"tokens {case.prompt['tokens'][: position.position + 1][-8:]}"
     text, generated = case.prompt["text"], case.text
@@ -105,7 +107,11 @@ def _changes(comparison: Comparison) -> str:
     if not comparison.changes:
         return "environment: the same"
     rows = [(c.name, _short(c.a), _short(c.b)) for c in comparison.changes]
-    return "what differs in environment and run\n" + _table(rows, ("setting", "A", "B"))
+    text = "what differs in environment and run\n" + _table(rows, ("setting", "A", "B"))
+    names = {change.name for change in comparison.changes}
+    if names >= {"run.mode", "run.pad_to"}:  # compiled modes pad by themselves
+        text += "\nthe padding differs beside the mode; --pad-to auto records both alike"
+    return text
 
 
 def _observer(comparison: Comparison) -> str:
@@ -172,7 +178,11 @@ def _unmatched(comparison: Comparison) -> str:
     for item in comparison.unmatched:
         key = item.record, item.op
         counts[key] = counts.get(key, 0) + item.times
-    where = {"a": "A alone", "b": "B alone", "both": "both, other shape"}
+    where = {
+        "a": "A alone",
+        "b": "B alone",
+        "both": "both, other shape or integers of another batch",
+    }
     rows = [(where[side], op, count) for (side, op), count in counts.items()]
     rows.sort(key=lambda row: -row[2])
     title = f"without a partner, not compared ({comparison.num_matched} results were)"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xtrain.drift.comparison import IDENTICAL, TOKENS_DIFFER, Comparison, compare
+from xtrain.drift.errors import DriftError
 from xtrain.drift.record_folder import Record
 
 if TYPE_CHECKING:
@@ -14,14 +15,19 @@ if TYPE_CHECKING:
 
 
 def assert_no_drift(
-    model: nn.Module, baseline_folder: str | os.PathLike[str], *, accept: int = IDENTICAL
+    model: nn.Module,
+    baseline_folder: str | os.PathLike[str],
+    inputs: Any = None,
+    *,
+    accept: int = IDENTICAL,
 ) -> Comparison:
     """Run model on the inputs of a baseline, as the baseline was run, and compare.
 
         xtrain.drift.record(model, tokens, out="tests/baseline.drift")       # once, committed
         xtrain.drift.assert_no_drift(model, "tests/baseline.drift")          # in the test
 
-    Args:     accept: the worst verdict that passes: 0 all bits equal, 1 the numbers differ and no
+    Args:     inputs: what record took, for inputs beyond the token ids that the baseline holds.
+              accept: the worst verdict that passes: 0 all bits equal, 1 the numbers differ and no
               token can flip (a baseline from another machine), 2 a token can flip.
     Returns:  the comparison, the baseline as a.
     Raises:   AssertionError with the report when the verdict is worse, or the weights are others;
@@ -30,7 +36,7 @@ def assert_no_drift(
     if not IDENTICAL <= accept < TOKENS_DIFFER:
         raise ValueError(f"accept must be 0, 1 or 2, got {accept}")
     baseline = Record(baseline_folder)
-    comparison = compare(baseline, _replay(model, baseline))
+    comparison = compare(baseline, _replay(model, baseline, inputs))
     if comparison.exit_code > accept:
         from xtrain.drift.report import as_text
 
@@ -39,7 +45,7 @@ def assert_no_drift(
     return comparison
 
 
-def _replay(model: nn.Module, baseline: Record) -> Record:
+def _replay(model: nn.Module, baseline: Record, inputs: Any) -> Record:
     """Return a temporary record of model with the prompts and settings of the baseline."""
     from xtrain.drift.models import Subject, hash_weights
     from xtrain.drift.recording import Settings, record, record_prompts
@@ -47,7 +53,13 @@ def _replay(model: nn.Module, baseline: Record) -> Record:
     prompts = baseline.contents["prompts"]
     run = baseline.run
     if baseline.model["kind"] == "library":
-        tokens = [prompt["tokens"] for prompt in prompts]
+        tokens = inputs
+        if inputs is None:
+            tokens = [prompt["tokens"] for prompt in prompts]
+        if inputs is None and None in tokens:
+            raise DriftError(
+                f"{baseline.path} was recorded from inputs that are no token ids; pass inputs="
+            )
         return record(model, tokens, mode=run["mode"], tensors=run["tensors"], top_k=run["top_k"])
     device = next((str(parameter.device) for parameter in model.parameters()), "cpu")
     vocab_size = baseline.cases[0].steps[0].logits()[0].shape[-1]
