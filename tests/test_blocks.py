@@ -30,6 +30,12 @@ class Layer(nn.Module):
         self.mlp = mlp or Mlp()
 
 
+class PreNorm(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.norm, self.function = nn.LayerNorm(4), function
+
+
 class Experts(nn.Module):
     def __init__(self):
         super().__init__()
@@ -101,7 +107,32 @@ CASES = {
     ),
     "lists of lists": (
         lambda: Model(layers=nn.ModuleList(nn.ModuleList([Attention(), Mlp()]) for _ in range(2))),
-        ["layers.0.0", "layers.0.1", "layers.1.0", "layers.1.1"],
+        ["layers.0", "layers.1"],
+    ),
+    "lists of wrapped parts": (
+        lambda: Model(
+            layers=nn.ModuleList(
+                nn.ModuleList([PreNorm(Attention()), PreNorm(nn.Sequential(*Mlp().children()))])
+                for _ in range(2)
+            )
+        ),
+        ["layers.0", "layers.1"],
+    ),
+    "dicts of parts": (
+        lambda: Model(
+            layers=nn.ModuleList(
+                nn.ModuleDict({"attention": Attention(), "mlp": Mlp()}) for _ in range(2)
+            )
+        ),
+        ["layers.0", "layers.1"],
+    ),
+    "lists of equal blocks": (
+        lambda: Model(stages=nn.ModuleList([layers(2), layers(1)])),
+        ["stages.0.0", "stages.0.1", "stages.1.0"],
+    ),
+    "an encoder's and a decoder's lists": (
+        lambda: Model(towers=nn.ModuleDict({"encoder": layers(2), "decoder": layers(1)})),
+        ["towers.encoder.0", "towers.encoder.1", "towers.decoder.0"],
     ),
     "encoder and decoder": (
         lambda: Model(encoder=Model(layers=layers(2)), decoder=Model(layers=layers(2))),

@@ -354,6 +354,17 @@ SPELLINGS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "s * x + h": lambda x, h, s: s * x + h,
     "(x + h) * 0.7": lambda x, h, s: (x + h) * 0.7,
     "x + (h + h)": lambda x, h, s: x + (h + h),
+    "x - h": lambda x, h, s: x - h,
+    "h - x": lambda x, h, s: h - x,
+    "torch.sub, alpha": lambda x, h, s: torch.sub(x, h, alpha=0.5),
+    "x -= h": lambda x, h, s: x.__isub__(h),
+    "h.add_(x), then h": lambda x, h, s: (h.add_(x), h * 2)[1],
+    "h.add_(x) of a view, then h": lambda x, h, s: ((h := h.view(B, T, D)).add_(x), h.sin())[1],
+    "h.sub_(x), then h": lambda x, h, s: (h.sub_(x), h)[1],
+    "(x + h) * padding": lambda x, h, s: (x + h) * torch.ones(B, T, 1),
+    "x + h, gated and normed": lambda x, h, s: (
+        (y := x + h) * (y @ y.mT @ y) + F.layer_norm(y, (D,))
+    ),
 }
 
 
@@ -391,6 +402,14 @@ class BranchForm(Model):
         return x + self.marks[0](self.form(self.branch(x), x, self.scale))
 
 
+def state_space(x: Tensor, m: Model, sign: float = 1.0) -> Tensor:
+    """Mamba's mixer: a scan, here a product, plus the scaled input, gated, cut and projected."""
+    u, gate, out = (linear.weight for linear in m.linears)
+    u = F.silu(x @ u)
+    scanned = (u @ u.mT).tril() @ u + u * (sign * m.linears[0].bias)
+    return (scanned.float()[:, :T] * F.silu(x @ gate)) @ out
+
+
 # Adds that are no residual sites: (x, model) -> anything.
 LOOK_ALIKES: dict[str, Callable[[Tensor, Model], object]] = {
     "rope": lambda x, m: PreNorm.rope(m, m.branch(x)),
@@ -408,6 +427,8 @@ LOOK_ALIKES: dict[str, Callable[[Tensor, Model], object]] = {
     "other shape": lambda x, m: x + m.branch(x)[:, :1],
     "reduced": lambda x, m: x.mean(0) + m.branch(x.mean(0, keepdim=True))[:, 0],
     "integers": lambda x, m: x.long() + (m.branch(x) > 0).long(),
+    "state space": lambda x, m: state_space(x, m),
+    "state space of a difference": lambda x, m: state_space(x, m, -1.0),
     "subtraction": lambda x, m: x - F.layer_norm(x, (D,)),
 }
 

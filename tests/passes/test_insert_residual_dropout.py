@@ -203,19 +203,24 @@ def test_unseeded_dropout_is_listed(p):
     assert sorted(insert_into(module).unseeded) == [*attention, "dropout in the model"]
 
 
-def test_a_branch_that_the_add_writes_into_and_others_read_is_left_with_the_reason():
+@pytest.mark.parametrize("of", ["the branch", "what the branch is a view of"])
+def test_a_branch_that_the_add_writes_into_and_a_view_shows_is_left_with_the_reason(of):
     class Aliased(Model):
         kinds = ("feed_forward",)
 
         def forward(self, x):
-            h = self.branch(x)
-            h.add_(x)
-            return h
+            first = self.branch(x)
+            second = first.view(-1, D)
+            if of == "the branch":
+                first.add_(x)
+                return second
+            second.add_(x.view(-1, D))
+            return first
 
     captured = capture(Aliased(), stream())
     module, result = insert(captured)
     assert [(s.covered_by, s.reason) for s in result.slots] == [
-        ("", "the add writes into the branch, which has other readers")
+        ("", "the add writes into the branch, which others see through a view")
     ]
     assert result.skipped == {result.slots[0].reason: 1}
     assert code_of(module) == code_of(captured.module)

@@ -8,6 +8,7 @@ in module order, at the depth where the blocks of the architecture sit:
     encoder.block.0                T5: its `layer` list mixes classes, so the outer element counts
     layers.0.blocks.1              Swin: stages hold little but a list of equal blocks
     layers.0  (not mlp.experts.3)  mixture of experts: attention lies outside the inner list
+    layers.0  (not layers.0.1)     ModuleList([attention, feed_forward]): its parts differ
 """
 
 from __future__ import annotations
@@ -57,11 +58,37 @@ class Blocks:
 def _blocks(module: nn.Module, prefix: str) -> Iterator[str]:
     for name, child in module.named_children():
         path = f"{prefix}{name}"
-        is_element = isinstance(module, _CONTAINERS) and not isinstance(child, _CONTAINERS)
-        if is_element and _num_matrices(child) >= 2 and not _is_stage(child):
+        is_element = isinstance(module, _CONTAINERS)
+        if is_element and (_is_list_of_parts(child) or _is_block(child)):
             yield path
         else:
             yield from _blocks(child, f"{path}.")
+
+
+def _is_block(element: nn.Module) -> bool:
+    is_container = isinstance(element, _CONTAINERS)
+    return not is_container and _num_matrices(element) >= 2 and not _is_stage(element)
+
+
+def _is_list_of_parts(element: nn.Module) -> bool:
+    """Whether an element is a list whose members together are one block: attention, feed-forward.
+
+    Members that are alike are blocks themselves, and so is what lies inside members that are lists.
+    """
+    if not isinstance(element, nn.ModuleList | nn.ModuleDict):
+        return False
+    members = [child for child in element.children() if _num_matrices(child)]
+    if any(isinstance(m, nn.ModuleList | nn.ModuleDict) or _is_stage(m) for m in members):
+        return False
+    return len(members) >= 2 and len({_form(m) for m in members}) == len(members)
+
+
+def _form(module: nn.Module) -> tuple[object, ...]:
+    """What alike modules have in common: the classes that they are made of, in order.
+
+    PreNorm(attention) and PreNorm(feed_forward) are not alike.
+    """
+    return tuple((name, type(child)) for name, child in module.named_modules())
 
 
 def _is_stage(element: nn.Module) -> bool:

@@ -14,6 +14,7 @@ Leaves:  a branch whose value is changed in place behind the pass's back, or tha
 
 from __future__ import annotations
 
+import itertools
 import operator
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -28,6 +29,9 @@ from xtrain.passes.result import PassResult
 from xtrain.passes.values import is_active_dropout, is_xtrain_op, peeled_chain
 
 SEEDS = "xtrain_seeds"
+_IN_PLACE = fx_utils.IN_PLACE_ADD | {"sub_", "isub", "__isub__"}
+# What may show the same memory under another name: casts and contiguous() do when they change none.
+_VIEWS = (fx_utils.VIEW_LIKE - {"clone"}) | {"getitem", "slice", "narrow", "chunk", "split"}
 # Where torch's attention functions take the probability of dropping attention probabilities.
 _ATTENTION_P = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
 
@@ -125,7 +129,10 @@ class _Inserter:
         dropped.meta = dict(branch.meta)
         dropped.meta["nn_module_stack"] = site.add.meta.get("nn_module_stack")
         _set_value(dropped, torch.empty_like(meta, memory_format=torch.contiguous_format))
+        later = _readers_of_the_sum(site)
         site.add.replace_input_with(site.branch, dropped)
+        for reader in later:
+            reader.replace_input_with(site.branch, site.add)
         if site.own is not None:
             _erase_unread(site.branch, site.own)
         return slot
@@ -220,16 +227,44 @@ def _shape(node: fx.Node) -> torch.Size:
 def _hazard(site: ResidualSite) -> str:
     """Why dropout on this branch could be undone or seen elsewhere, "" when it can't.
 
-    `branch += residual` writes the sum into the branch: its other readers would miss the write.
+    `branch += residual` writes the sum into the branch's memory: whoever reads the branch itself
+    behind it is handed the sum instead, but who reads that memory through a view would miss it.
     """
-    writes = fx_utils.op_name(site.add) in fx_utils.IN_PLACE_ADD
-    if writes and fx_utils.add_operands(site.add)[0] is site.branch and len(site.branch.users) > 1:
-        return "the add writes into the branch, which has other readers"
+    if _writes_into_branch(site) and _is_seen_through_a_view(site):
+        return "the add writes into the branch, which others see through a view"
     if site.own is not None:
         after_own = _chain_to(site.own, site.branch)[:-1]
         if any(fx_utils.op_name(n) in fx_utils.IN_PLACE_SCALING for n in after_own):
             return "the model's own dropout cannot be replaced: it is scaled in place"
     return ""
+
+
+def _writes_into_branch(site: ResidualSite) -> bool:
+    in_place = fx_utils.op_name(site.add) in _IN_PLACE
+    return in_place and fx_utils.add_operands(site.add)[0] is site.branch
+
+
+def _readers_of_the_sum(site: ResidualSite) -> list[fx.Node]:
+    """Who reads the branch behind an add that writes into it: `h.add_(x)`, then h."""
+    if not _writes_into_branch(site):
+        return []
+    order = {node: i for i, node in enumerate(site.add.graph.nodes)}
+    return [user for user in site.branch.users if order[user] > order[site.add]]
+
+
+def _is_seen_through_a_view(site: ResidualSite) -> bool:
+    """Whether the branch's memory is read behind the add under another name than its own."""
+    order = {node: i for i, node in enumerate(site.add.graph.nodes)}
+    links = itertools.takewhile(lambda n: fx_utils.op_name(n) in _VIEWS, peeled_chain(site.branch))
+    names = [site.branch, *(link.all_input_nodes[0] for link in links)]
+    for name in names:
+        for user in name.users:
+            if order[user] > order[site.add] and name is not site.branch:
+                return True
+            is_view = fx_utils.op_name(user) in _VIEWS and user not in names
+            if is_view and order[user] < order[site.add]:
+                names.append(user)
+    return False
 
 
 def _chain_to(own: fx.Node, branch: fx.Node) -> list[fx.Node]:

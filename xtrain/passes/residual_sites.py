@@ -1,7 +1,8 @@
 """Find the residual sites of a graph: where a branch is added back onto the stream that it read.
 
-A site is one addend b of a float add, all of one shape, such that another addend r (seen through
-casts, views and scaling) is an ancestor of b and a contraction lies on the way:
+A site is one addend b of a float add, or of a difference, all of one shape, such that another
+addend r (seen through casts, views and scaling) is an ancestor of b and a contraction lies on the
+way:
 
     h = rms_norm(x); h = linear(silu(linear(h)));  y = x + h          r = x, b = h
 
@@ -10,6 +11,7 @@ What the rules keep out, and which rule does it:
     gelu_new's x + 0.0447 * x**3                                        no contraction on the way
     U-net skips, x0 or positions injected again (stream + skip)         r is carried by b's stream
     a position bias that every layer adds to its scores (T5)            only softmax reads the sum
+    a state space's output and the skip of its input (Mamba)            only a gate reads the sum
     losses and router terms                                             scalars, not [.., D] values
 Post-dominance is not asked for: an auxiliary router loss bypasses the stream.
 """
@@ -26,6 +28,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from xtrain.passes import fx_utils
 from xtrain.passes.branch_kind import branch_kind
+from xtrain.passes.sum_readers import is_read_by_a_gate_alone, is_read_by_softmax_alone
 from xtrain.passes.values import (
     is_absent_dropout,
     is_active_dropout,
@@ -34,6 +37,9 @@ from xtrain.passes.values import (
     peel,
     peeled_chain,
 )
+
+# x - f(x) is a residual sum too.
+ADD_LIKE = fx_utils.ADD | {"sub", "sub_", "isub", "subtract", "__sub__", "__isub__", "__rsub__"}
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,7 @@ class _Finder:
 
     def is_candidate(self, node: fx.Node) -> bool:
         """An add of two tensors of the result's shape, floating point, more than a scalar."""
-        if fx_utils.op_name(node) not in fx_utils.ADD:
+        if fx_utils.op_name(node) not in ADD_LIKE:
             return False
         result = fx_utils.tensor_meta(node)
         if result is None or not result.dtype.is_floating_point or result.ndim < 2:
@@ -127,7 +133,7 @@ class _Finder:
         on_branch = {node for _, node in branches}
         others = [node for _, node in addends if node not in on_branch]
         self.stream[top] = {top}.union(*map(self._carried, others))
-        if residual is None or _is_read_by_softmax_alone(top):
+        if residual is None or is_read_by_softmax_alone(top) or is_read_by_a_gate_alone(top):
             return []
         return [self._describe(add, branch, residual) for add, branch in branches]
 
@@ -226,31 +232,6 @@ class _Finder:
                     found.add(source)
                     pending.append(source)
         return sorted(found, key=lambda n: -self.order[n])
-
-
-# Ops that scores pass on their way to softmax, and ops that ask a value for its form alone.
-_ON_THE_WAY_TO_SOFTMAX = fx_utils.VIEW_LIKE | fx_utils.ADD | fx_utils.MUL | fx_utils.DIV
-_ON_THE_WAY_TO_SOFTMAX |= {"masked_fill", "masked_fill_", "where", "tanh", "clamp", "clamp_min"}
-_FORM_OF_THEIR_SECOND_OPERAND = frozenset({"type_as", "view_as", "reshape_as", "expand_as"})
-
-
-def _is_read_by_softmax_alone(node: fx.Node) -> bool:
-    """Whether a sum is attention scores: no stream ends in softmax without a projection first."""
-    found, seen, pending = False, {node}, [node]
-    while pending:
-        value = pending.pop()
-        for user in value.users:
-            name = fx_utils.op_name(user)
-            if name in _FORM_OF_THEIR_SECOND_OPERAND and user.args[0] is not value:
-                continue
-            if name in fx_utils.SOFTMAX:
-                found = True
-            elif name not in _ON_THE_WAY_TO_SOFTMAX:
-                return False
-            elif user not in seen:
-                seen.add(user)
-                pending.append(user)
-    return found
 
 
 def _same_shape(a: torch.Tensor, b: torch.Tensor) -> bool:
