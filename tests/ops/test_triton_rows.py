@@ -77,7 +77,7 @@ def block_sizes(kernel: Any, n_cols: int, dtypes) -> dict[str, Any]:
 @pytest.mark.parametrize("arch", ARCHITECTURES, ids=lambda sm: f"sm_{sm}")
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
 def test_compiles_without_spills(kernel, arch):
-    shapes = [(4096, PURE), (2048, PURE), (128, PURE)] if arch == 90 else []
+    shapes = [(4096, PURE), (768, PURE), (128, PURE)] if arch == 90 else []
     for n_cols, dtypes in [*shapes, (768, AUTOCAST)]:
         sizes = block_sizes(kernel, n_cols, dtypes)
         usage = compiled(kernel, sizes, dtypes, n_cols, arch)

@@ -204,20 +204,24 @@ def backward_block_sizes(
     Each program walks many tiles, and what keeps the memory busy is how much it has asked for ahead
     of time: the tiles of the next stages arrive in shared memory by themselves. Three of them for
     long rows, one for rows around 1024, which are small; none for short rows, of which a thread
-    holds several. At most 72 KiB, which every GPU grants a program. Programs enough for 16 warps on
-    a multiprocessor, of 128 registers a thread.
+    holds several. At most 72 KiB, which every GPU grants a program. Up to 20 elements and their
+    sums fit in 128 registers of a thread, more take 168; as many programs as a multiprocessor then
+    has room for.
 
     Args:     dtypes: of all tensors; loaded: of those that are read.
     """
     itemsize = max(dtype.itemsize for dtype in dtypes)
     padded = math.prod(row_tile(n_cols))
     num_warps = None if padded <= 1024 else 8 if padded <= 4096 else 16
-    elements = 16 if padded <= 1024 else 1  # long rows: one to a tile
+    elements = 3 * 16 // itemsize if padded <= 1024 else 1  # long rows: one to a tile
     sizes = row_block_sizes(n_cols, itemsize, elements=elements, num_warps=num_warps)
+    lanes = 32 * sizes["num_warps"]
+    registers = 128 if sizes["BLOCK_ROWS"] * padded <= 20 * lanes else 168
     tile_bytes = padded * sizes["BLOCK_ROWS"] * sum(dtype.itemsize for dtype in loaded)
     ahead = 3 if padded > 1024 else int(padded > 256)
     stages = 1 + min(ahead, (72 << 10) // tile_bytes)
-    return sizes | dict(NUM_STAGES=stages, per_sm=16 // sizes["num_warps"], maxnreg=128)
+    per_sm = 65536 // (registers * lanes)
+    return sizes | dict(NUM_STAGES=stages, per_sm=per_sm, maxnreg=registers)
 
 
 def previous_power_of_2(n: int) -> int:
