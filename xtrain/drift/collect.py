@@ -108,23 +108,26 @@ class _Rows:
 class Collector:
     """Takes the results of ops and blocks of one forward and writes them as one step per prompt."""
 
-    def __init__(self, layout: Layout, writers: Sequence[CaseWriter]):
+    def __init__(self, layout: Layout, writers: Sequence[CaseWriter], positions: Sequence[slice]):
+        """Prepare; positions: of each writer's prompt, where its logits are kept."""
         self.layout = layout
         self.writers = writers
+        self.positions = positions
         self.split = layout.batch > 1 or layout.padded
         self.keys: dict[str, list[OpKey]] = {"ops": [], "blocks": []}
         self.rows = {kind: [_Rows() for _ in writers] for kind in self.keys}
         self.whole: dict[str, list[tuple[bytes, tuple[int, ...]]]] = {"ops": [], "blocks": []}
-        self.block_bits: list[tuple[NDArray, str]] = []
 
     def add_op(self, path: str, op: str, tensor: Tensor) -> None:
         """Take the result of an op; the tensor may change afterwards."""
         self._add("ops", path, op, tensor)
 
     def add_block(self, path: str, tensor: Tensor) -> None:
-        """Take the output of a block."""
+        """Take the output of a block; its rows go to the disk at once."""
+        number = len(self.keys["blocks"])
         bits, dtype = self._add("blocks", path, "output", tensor)
-        self.block_bits.append((bits.copy(), dtype))
+        for row, writer in enumerate(self.writers):
+            writer.add_rows(number, self._block_rows(bits, row), dtype)
 
     def _add(self, kind: str, path: str, op: str, tensor: Tensor) -> tuple[NDArray, str]:
         bits, dtype = to_bits(tensor)
@@ -144,11 +147,8 @@ class Collector:
             self.whole[kind].append((hash_bits(comparable), bits.shape))
         return bits, dtype
 
-    def write(self, steps: Sequence[dict], logits: Tensor, positions: Sequence[slice]) -> None:
-        """Write the forward: a step per prompt, with the logits and block rows of its positions.
-
-        logits: [B, T, V] on any device.
-        """
+    def write(self, steps: Sequence[dict], logits: Tensor) -> None:
+        """Write the forward: a step per prompt, with the logits [B, T, V] of its positions."""
         bits, dtype = to_bits(logits)
         for row, writer in enumerate(self.writers):
             columns = {
@@ -158,17 +158,12 @@ class Collector:
                 )
                 for kind in self.keys
             }
-            where = positions[row]
-            blocks = [self._block_rows(value, row, where) for value in self.block_bits]
-            writer.add_step(steps[row], columns, (bits[row, where], dtype), blocks)
+            writer.add_step(steps[row], columns, (bits[row, self.positions[row]], dtype))
 
-    def _block_rows(
-        self, value: tuple[NDArray, str], row: int, positions: slice
-    ) -> tuple[NDArray, str]:
-        bits, dtype = value
+    def _block_rows(self, bits: NDArray, row: int) -> NDArray:
         if bits.ndim == 3 and bits.shape[0] == self.layout.batch:
-            return bits[row, positions], dtype
-        return np.empty((0, 0), bits.dtype), dtype  # no [B, T, D]: nothing to say by position
+            return bits[row, self.positions[row]]
+        return np.empty((0, 0), bits.dtype)  # no [B, T, D]: nothing to say by position
 
 
 def _hash_array(hashes: list[bytes]) -> NDArray[np.uint8]:

@@ -312,13 +312,14 @@ def _logits_divergence(a: Step, b: Step) -> Divergence:
 def _grow(result: Comparison, a: Step, b: Step) -> None:
     """Add the block outputs of a step, where the logits were taken, to the growth by layer."""
     aligned = align(a.keys("blocks"), b.keys("blocks"))
+    layers = {layer.path: layer for layer in result.growth}
     for i, j in aligned.pairs.tolist():
         (bits_a, dtype_a), (bits_b, dtype_b) = a.rows(i), b.rows(j)
-        if bits_a.shape != bits_b.shape or not bits_a.size or i >= len(result.growth):
+        layer = layers.get(a.keys("blocks")[i].path)
+        if bits_a.shape != bits_b.shape or not bits_a.size or layer is None:
             continue
         x, y = to_float64(bits_a, dtype_a), to_float64(bits_b, dtype_b)
         delta = absolute_difference(x, y)
-        layer = result.growth[i]
         layer.num_compared += len(x)
         layer.num_different += int(delta.any(axis=1).sum())
         worst = float(delta.max())

@@ -44,10 +44,11 @@ def forward_only(recording: _Recording, progress: Callable[[str], None]) -> None
         cases = recording.cases(numbers)
         tokens = [list(recording.prompts[number]["tokens"]) for number in numbers]
         lengths = [len(row) for row in tokens]
-        inputs, collector = _batch(recording, cases, tokens, recording.settings.pad_to)
+        positions = [slice(0, n) for n in lengths]
+        inputs, collector = _batch(recording, cases, tokens, positions)
         logits = recording.run(inputs, collector, ops=True)
         steps = [recording.step(logits[row, :n], n) for row, n in enumerate(lengths)]
-        collector.write(steps, logits, [slice(0, n) for n in lengths])
+        collector.write(steps, logits)
         for case in cases:
             case.close(None)
         done += len(numbers)
@@ -55,17 +56,18 @@ def forward_only(recording: _Recording, progress: Callable[[str], None]) -> None
 
 
 def _batch(
-    recording: _Recording, cases: list[Any], tokens: list[list[int]], length: int | None
+    recording: _Recording, cases: list[Any], tokens: list[list[int]], positions: list[slice]
 ) -> tuple[dict[str, Tensor], Collector]:
     """Return the inputs of one forward, padded and filled up, and what collects its results."""
     lengths = [len(row) for row in tokens]
-    width = max(length or 0, *lengths)
+    width = max(recording.settings.pad_to or 0, *lengths)
     rows = _fill(tokens, recording.settings.batch_size)
     array = np.full((len(rows), width), PADDING_ID, np.int64)
     for row, ids in enumerate(rows):
         array[row, : len(ids)] = ids
     inputs = {"input_ids": torch.from_numpy(array).to(recording.settings.device)}
-    return inputs, Collector(recording.layout(len(rows), width, lengths), cases)
+    layout = recording.layout(len(rows), width, lengths)
+    return inputs, Collector(layout, cases, positions)
 
 
 def _groups(recording: _Recording) -> Iterator[list[int]]:
@@ -105,17 +107,17 @@ def _step(
     """Record one forward and append the token that it chooses to each row."""
     settings = recording.settings
     lengths = [len(row) for row in tokens]
-    inputs, collector = _batch(recording, cases, tokens, settings.pad_to)
+    positions = [slice(n - 1, n) for n in lengths]
+    inputs, collector = _batch(recording, cases, tokens, positions)
     ops = settings.op_steps is None or step < settings.op_steps
     logits = recording.run(inputs, collector, ops=ops)
-    steps, positions = [], []
+    steps = []
     for row, number in enumerate(numbers):
-        last = slice(lengths[row] - 1, lengths[row])
-        chosen = _choose(recording, logits[row, last], number, step)
-        steps.append(recording.step(logits[row, last], lengths[row], [chosen]))
-        positions.append(last)
+        last = logits[row, positions[row]]
+        chosen = _choose(recording, last, number, step)
+        steps.append(recording.step(last, lengths[row], [chosen]))
         tokens[row].append(chosen)
-    collector.write(steps, logits, positions)
+    collector.write(steps, logits)
 
 
 def _choose(recording: _Recording, logits: Tensor, prompt: int, step: int) -> int:
@@ -207,14 +209,15 @@ def _forwards(recording: _Recording, cases: list[Any], prompt_length: int) -> It
     def forward(*args: Any, **kwargs: Any) -> Any:
         tokens = args[0] if args else kwargs["input_ids"]
         batch, length = tokens.shape
-        collector = Collector(recording.layout(batch, length, [length] * len(cases)), cases)
+        layout = recording.layout(batch, length, [length] * len(cases))
+        collector = Collector(layout, cases, [slice(-1, None)] * len(cases))
         ops = op_steps is None or len(cases[0].steps) < op_steps
         with observed(model, recording.runner.blocks, collector, ops=ops):
             output = original(*args, **kwargs)
         logits = logits_of(output)[:, -1:, : recording.subject.vocab_size]
         total = prompt_length + len(cases[0].steps)  # the forward itself may read a cache
         steps = [recording.step(logits[row], total) for row in range(len(cases))]
-        collector.write(steps, logits, [slice(-1, None)] * len(cases))
+        collector.write(steps, logits)
         return output
 
     model.forward = forward

@@ -117,22 +117,23 @@ class CaseWriter:
         if self.values is not None:
             self.values.add(f"step_{len(self.steps):04d}/{index:05d}", bits, dtype)
 
+    def add_rows(self, block: int, bits: NDArray, dtype: str) -> None:
+        """Keep the rows of a block's output, in the step under way."""
+        self.arrays.add(f"step_{len(self.steps):04d}/rows/{block:04d}", bits, dtype)
+
     def add_step(
         self,
         step: dict[str, Any],
         columns: dict[str, tuple[tuple[OpKey, ...], Columns]],
         logits: tuple[NDArray, str],
-        rows: list[tuple[NDArray, str]],
     ) -> None:
-        """Write one forward: "ops" and "blocks" in columns, logits [positions, V], block rows."""
+        """Write one forward: "ops" and "blocks" in columns, logits [positions, V]."""
         prefix = f"step_{len(self.steps):04d}"
         for kind, (keys, values) in columns.items():
             step[f"{kind}_table"] = self.writer.table(keys)
             for name, dtype in _COLUMN_DTYPES.items():
                 self.arrays.add(f"{prefix}/{kind}/{name}", getattr(values, name), dtype)
         self.arrays.add(f"{prefix}/logits", *logits)
-        for number, row in enumerate(rows):
-            self.arrays.add(f"{prefix}/rows/{number:04d}", *row)
         self.steps.append(step)
 
     def close(self, text: str | None) -> None:

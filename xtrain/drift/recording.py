@@ -207,14 +207,15 @@ class _Recording:
         batch = len(self.prompts)
         cases = self.cases(range(batch))
         lengths = [len(prompt["tokens"] or "-") for prompt in self.prompts]
-        collector = Collector(self.layout(batch, max(lengths), lengths), cases)
+        layout = self.layout(batch, max(lengths), lengths)
+        collector = Collector(layout, cases, [slice(None)] * batch)
         logits = self.run(inputs, collector, ops=True)
         if len(logits) != batch:
             raise DriftError(
                 f"the model returns {len(logits)} rows of logits for {batch} of inputs"
             )
         steps = [self.step(logits[row], lengths[row]) for row in range(batch)]
-        collector.write(steps, logits, [slice(None)] * batch)
+        collector.write(steps, logits)
         for case in cases:
             case.close(None)
 
