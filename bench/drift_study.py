@@ -1,0 +1,294 @@
+"""The study in docs/drift-study.md: which settings move the numbers of a model trained here.
+
+    python bench/drift_study.py                                  trains `make train`'s model first
+    python bench/drift_study.py --run runs/small --python OTHER_VENV
+
+Runs three things in child processes: `ops` (each op alone), `bisect` (which setting, which op, how
+far) and the margins of 200 prompts x 100 tokens under two instruction sets. Records stay in --work:
+a second call makes only what is missing. Writes docs/drift-study.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from tabulate import tabulate
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from xtrain.drift import compare  # noqa: E402
+from xtrain.drift.factors import run_child  # noqa: E402
+from xtrain.drift.margins import ENDS, find_loop  # noqa: E402
+from xtrain.drift.record_folder import Record  # noqa: E402
+from xtrain.drift.report import context  # noqa: E402
+
+PIECE = 25  # prompts of one record of the margins: a few minutes of one core
+LEVELS = ("default", "avx2")
+
+
+@dataclass
+class Margins:
+    """What 200 prompts x 100 tokens say, over all pieces."""
+
+    margins: list[list[float]] = field(default_factory=list)  # per prompt and step, of A
+    shifts: list[float] = field(default_factory=list)
+    num_can_flip: int = 0
+    num_other_tokens: int = 0
+    num_equal_prompts: int = 0
+    loops: list[int] = field(default_factory=list)  # first step of each
+    tightest: tuple[float, float, str] = (float("inf"), 0.0, "")  # margin, its shift, text
+    nearest: tuple[float, float, str] = (float("inf"), 1.0, "")
+    first: str = ""
+
+
+def main() -> int:
+    """Make what is missing and write the page."""
+    args = build_parser().parse_args()
+    args.work.mkdir(parents=True, exist_ok=True)
+    run = args.run or train(args.work)
+    prompts = write_prompts(args.work, args.prompts)
+    ops = child(args.work / "ops.json", ["ops", f"--factor=ATEN_CPU_CAPABILITY={','.join(LEVELS)}"])
+    levels = f"ATEN_CPU_CAPABILITY={','.join((*LEVELS, 'avx512'))}"
+    shared = [run, f"--prompts={prompts[0]}", "--tokens=8", "--threads=1"]
+    settings = child(
+        args.work / "bisect.json",
+        ["bisect", *shared, "--factor=threads=1,2", f"--factor={levels}", "--factor=batch=1,8"],
+    )
+    compiled = child(
+        args.work / "compiled.json", ["bisect", *shared, "--factor=mode=eager,aot_eager,inductor"]
+    )
+    versions = None
+    if args.python:
+        factor = f"--factor=python={sys.executable},{args.python}"
+        versions = child(args.work / "versions.json", ["bisect", *shared, factor, "--packages"])
+    margins = measure_margins(args.work, run, prompts, args.tokens)
+    environment = Record(args.work / f"{LEVELS[0]}_000.drift").environment
+    text = page(ops, [settings, compiled, versions], margins, environment, args)
+    args.out.write_text(text, encoding="utf-8")
+    print(f"wrote {args.out}")
+    return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--run", help="a trained run with the byte tokenizer; default: train one")
+    add("--python", help="a virtual environment with another torch")
+    add("--prompts", type=int, default=200)
+    add("--tokens", type=int, default=100)
+    add("--work", type=Path, default=Path("runs/drift-study"), help="folder of the records")
+    add("--out", type=Path, default=ROOT / "docs" / "drift-study.md")
+    return parser
+
+
+def train(work: Path) -> str:
+    """Train what `make train` trains; return the run's folder."""
+    run = work / "small"
+    if not (run / "checkpoints").is_dir():
+        command = [sys.executable, "-m", "xtrain.train", "--compile", "--dropout", "0.1"]
+        flags = ["--preset", "small", "--name", run.name, "--set", f"run.folder={work}"]
+        subprocess.run([*command, *flags], check=True, cwd=ROOT)
+    return str(run)
+
+
+def write_prompts(work: Path, count: int) -> list[Path]:
+    """Write starts of lines of argparse.py, PIECE a file; the corpus is Python's own source."""
+    source = Path(argparse.__file__).read_text(encoding="utf-8")
+    lines = [line[:16].rstrip() for line in source.splitlines() if len(line.strip()) >= 16]
+    chosen = [lines[i] for i in np.linspace(0, len(lines) - 1, count).astype(int)]
+    paths = []
+    for start in range(0, count, PIECE):
+        path = work / f"prompts_{start // PIECE:03d}.txt"
+        path.write_text("\n".join(chosen[start : start + PIECE]) + "\n", encoding="utf-8")
+        paths.append(path)
+    return paths
+
+
+def child(out: Path, arguments: list[str]) -> dict | list:
+    """Return the JSON of a drift command, kept in a file."""
+    if not out.exists():
+        print(f"{out.name}: {' '.join(arguments)}", flush=True)
+        done = run_child([*arguments, "--json", str(out)], {})
+        if not out.exists():
+            raise SystemExit(f"failed: {done.error}")
+    return json.loads(out.read_text(encoding="utf-8"))
+
+
+def measure_margins(work: Path, run: str, prompts: list[Path], num_tokens: int) -> Margins:
+    """Record every piece under both levels and gather their comparisons."""
+    found = Margins()
+    for number, path in enumerate(prompts):
+        for level in LEVELS:
+            out = work / f"{level}_{number:03d}.drift"
+            if not out.exists():
+                print(out.name, flush=True)
+                flags = [f"--prompts={path}", f"--tokens={num_tokens}", f"--batch={PIECE}"]
+                # ops of the first step name the culprit; margins need logits alone
+                flags += ["--op-steps=1", "--threads=1", f"--out={out}"]
+                done = run_child(["record", run, *flags], {"ATEN_CPU_CAPABILITY": level})
+                if done.error:
+                    raise SystemExit(f"failed: {done.error}")
+        gather(found, *(work / f"{level}_{number:03d}.drift" for level in LEVELS))
+    return found
+
+
+def gather(found: Margins, a: Path, b: Path) -> None:
+    """Add one piece."""
+    comparison = compare(a, b)
+    if comparison.reason is not None:
+        raise SystemExit(f"{a} and {b}: {comparison.reason}")
+    found.first = found.first or str(comparison.first_divergence)
+    for case in comparison.a.cases:
+        found.margins.append([float(step.info["margin"][0]) for step in case.steps])
+        loop = find_loop([step.tokens[0] for step in case.steps])
+        if loop is not None:
+            found.loops.append(loop[0])
+    found.num_other_tokens += sum(not prompt.tokens_equal for prompt in comparison.prompts)
+    found.num_equal_prompts += sum(prompt.logits_equal for prompt in comparison.prompts)
+    for position in comparison.positions:
+        found.shifts.append(position.shift)
+        found.num_can_flip += position.can_flip
+        place = (position.margin, position.shift)
+        if position.margin < found.tightest[0]:
+            found.tightest = (*place, context(comparison.a, position))
+        if position.shift * found.nearest[0] > position.margin * found.nearest[1]:
+            found.nearest = (*place, context(comparison.a, position))
+
+
+# --- The page ------------------------------------------------------------------------------------
+
+
+def page(ops, bisects, margins: Margins, environment: dict, args) -> str:
+    """Return the study as Markdown."""
+    settings, compiled, versions = bisects
+    parts = [
+        "# Drift study: which settings move the numbers of a model trained here",
+        _setup(environment, args),
+        "## Which setting, which op, how far",
+        _bisect_table(settings),
+        "Threads, instruction sets and batch sizes, alone and in pairs. " + _lines(settings),
+        "## Eager against compiled",
+        _bisect_table(compiled),
+        "All padded to one length. " + _lines(compiled),
+    ]
+    if versions is not None:
+        parts += [
+            "## Another torch",
+            _bisect_table(versions),
+            _lines(versions),
+            _packages(versions),
+        ]
+    parts += [
+        "## Which ops keep their bits",
+        _ops_table(ops),
+        "## Can a token flip",
+        _margins_text(margins, args),
+        "## Not measured",
+        "CPU against GPU, and more than two threads: this machine has two cores and no GPU. "
+        "`--device cuda` in the same commands records there; compare needs neither machine.",
+        "## Reproduce",
+        f"```\npython bench/drift_study.py{' --python OTHER_VENV' if versions else ''}\n```",
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _setup(environment: dict, args) -> str:
+    return (
+        f"Model: the run that `make train` ends with (preset small, 3.3 M parameters, bytes as "
+        f"tokens, 250 steps on the source of Python's standard library). Machine: "
+        f"{environment['cpu.model']}, {environment['cpu.count']} cores, torch "
+        f"{environment['torch.version']}, {environment['torch.blas']}, "
+        f"oneDNN {str(environment['torch.onednn']).split(' ')[0]}. Prompts: "
+        f"{args.prompts} starts of lines of argparse.py, {args.tokens} greedy tokens each. fp32. "
+        'Sizes are lower bounds where they say "at least" ([drift.md](drift.md)).'
+    )
+
+
+def _bisect_table(found: dict) -> str:
+    rows = [
+        (
+            run["setting"],
+            run["group"] or "-",
+            "-" if run["exit_code"] is None else run["exit_code"],
+            run["error"] or run["first_divergence"] or "-",
+            run["size"] or "-",
+            f"{run['max_shift']:.3g}" if run["max_shift"] else "-",
+        )
+        for run in found["runs"]
+    ]
+    headers = ("run", "set of equal bits", "verdict", "first difference", "size", "max shift")
+    return tabulate(rows, headers, tablefmt="github", disable_numparse=True)
+
+
+def _lines(found: dict) -> str:
+    sentences = [f"{name}: {words}." for name, words in (*found["effects"], *found["interactions"])]
+    return f"{len(found['runs'])} runs are {len(found['sets'])} sets. " + " ".join(sentences)
+
+
+def _packages(found: dict) -> str:
+    words = [
+        f"{p['package']} {p['from']} -> {p['to']} alone: "
+        f"{p['error'] or p['first_divergence'] or 'no effect'}"
+        for p in found["packages"]
+    ]
+    return ". ".join(words) + "." if words else ""
+
+
+def _ops_table(ops: list) -> str:
+    moved = sorted((row for row in ops if row["first"]), key=lambda row: row["first"])
+    rows = [(f"`{row['op']}`", row["first"], f"`{row['picture'][:32]}`") for row in moved]
+    same = ", ".join(f"`{row['op']}`" for row in ops if row["first"] is None)
+    table = tabulate(
+        rows, ("op", "differs from row length", "row lengths 1 to 32"), tablefmt="github"
+    )
+    title = "`ATEN_CPU_CAPABILITY` default against avx2, 64 rows."
+    return f"{title}\n\n{table}\n\nEqual at every length: {same}."
+
+
+def _margins_text(found: Margins, args) -> str:
+    table = np.array(found.margins)
+    first, last = np.median(table[:, :ENDS]), np.median(table[:, -ENDS:])
+    shifts = np.array(found.shifts)
+    loops = "none of the prompts ends in a loop"
+    if found.loops:
+        loops = (
+            f"{len(found.loops)} of {len(table)} prompts end in a loop, from step "
+            f"{int(np.median(found.loops))} in the median"
+        )
+    verdict = "no token can flip" if not found.num_can_flip else f"{found.num_can_flip} can flip"
+    lines = [
+        f"largest shift of a pair of logits: {shifts.max():.3g} (median {np.median(shifts):.3g})",
+        f"smallest margin of all: {found.tightest[0]:.3g}, where the shift is "
+        f"{found.tightest[1]:.3g}, after `{found.tightest[2]}`",
+        f"nearest to a flip: margin {found.nearest[0]:.3g} against shift {found.nearest[1]:.3g}, a "
+        f"factor of {_ratio(*found.nearest[:2])}, after `{found.nearest[2]}`",
+        "smallest margin over largest shift, wherever they are: "
+        f"{_ratio(found.tightest[0], float(shifts.max()))}",
+        f"median margin of the first {ENDS} steps {first:.3g}, of the last {ENDS} {last:.3g}; "
+        f"{loops}",
+    ]
+    head = (
+        f"default against avx2, {len(table)} prompts x {args.tokens} tokens, {len(shifts)} places. "
+        f"The first difference is {found.first}. {found.num_equal_prompts} prompts keep the bits "
+        f"of all their logits, {found.num_other_tokens} get other tokens, and {verdict}."
+    )
+    return f"{head}\n\n" + "\n".join(f"- {line}" for line in lines)
+
+
+def _ratio(margin: float, shift: float) -> str:
+    return f"{margin / shift:.3g}" if shift > 0 else "infinity"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
