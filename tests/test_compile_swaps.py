@@ -307,6 +307,27 @@ def test_a_failing_pass_of_ours_costs_kernels_and_no_dropout(broken, monkeypatch
     assert all(map(torch.equal, found, loss_and_gradients(model, plain, tokens())))
 
 
+def test_a_compiler_that_fails_on_the_swapped_graph_gets_the_graph_without(monkeypatch, caplog):
+    real = swaps.remove_noop_views
+
+    def breaks(graph):
+        result = real(graph)
+        output = next(n for n in reversed(graph.nodes) if n.op == "output")
+        with graph.inserting_before(output):
+            graph.call_function(torch.ops.aten.mm.default, (output.args[0][1],) * 2)
+        return result
+
+    breaks.__name__ = "remove_noop_views"
+    monkeypatch.setattr(swaps, "remove_noop_views", breaks)
+    model = tiny()
+    compiled = xtrain.compile(model, dropout=P, seed=1, backend="aot_eager")
+    with caplog.at_level(logging.WARNING, "xtrain.passes"):
+        found = loss_and_gradients(model, compiled, tokens())
+    assert "no kernels are swapped in" in caplog.text and "no kernels" in str(compiled.report())
+    plain = xtrain.compile(model, dropout=P, seed=1, backend="eager")
+    assert all(map(torch.equal, found, loss_and_gradients(model, plain, tokens())))
+
+
 @pytest.fixture
 def registry():
     yield

@@ -356,6 +356,11 @@ def has_triton() -> bool:
     return _HAS_TRITON
 
 
+def wants_another_trace(error: BaseException) -> bool:
+    """Return whether a backend's exception asks Dynamo to trace the frame anew: no failure."""
+    return isinstance(error, torch._dynamo.exc.RestartAnalysis)
+
+
 def guarded_float(value: torch.SymFloat) -> float:
     """Return the number that a symbolic float stands for, guarding that it stays that number."""
     float(value)  # the guard; what it returns went through decimal digits

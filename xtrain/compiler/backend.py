@@ -12,7 +12,7 @@ from torch import fx
 from xtrain import passes, torch_compat
 from xtrain.compiler.seeds import ENTRY_ROOT, Seeds, is_entry, readable_path
 from xtrain.compiler.session import Session, SiteError
-from xtrain.compiler.swaps import passes_of_normalised_graph, run_normalised, wanted
+from xtrain.compiler.swaps import compile_swapped, passes_of_normalised_graph, wanted
 from xtrain.passes import fx_utils
 from xtrain.passes.insert_residual_dropout import InsertResult, insert_residual_dropout
 from xtrain.passes.residual_sites import find_cut_adds
@@ -50,14 +50,19 @@ class Backend:
         second = to_run[len(first) :]
         dump_dir = self._dump_dir()
         results = passes.run_passes(module, first, dump_dir=dump_dir, num_behind=len(second))
+        report.passes += results if self.training else []
+        compile_graph = functools.partial(self._compile, inner, key=key)
         swap = functools.partial(
-            run_normalised, session, to_run=second, dump_dir=dump_dir, num_before=len(first)
+            compile_swapped,
+            session,
+            to_run=second,
+            dump_dir=dump_dir,
+            num_before=len(first),
+            compile_graph=compile_graph,
+            results=report.passes if self.training else [],
         )
         if not self.drops:
-            module, swapped = swap(module)
-            report.passes += [*results, *swapped] if self.training else []
-            return self._compile(inner, module, inputs, key)
-        report.passes += results
+            return swap(module, inputs)
         unseeded = [
             line.replace(f"{ENTRY_ROOT}.", "").replace(ENTRY_ROOT, "the model")
             for line in inserted.unseeded
@@ -69,9 +74,7 @@ class Backend:
             example = torch_compat.fake_like_inputs(inputs, seeds.example())
             seeds.placeholder.meta["example_value"] = example
             inputs.append(example)
-        module, results = swap(module)
-        report.passes += results
-        compiled = self._compile(inner, module, inputs, key)
+        compiled = swap(module, inputs)
         return seeds.feed(compiled) if seeds.num_rows else seeds.watch(compiled)
 
     def _passes(self, inserted: InsertResult, *, on_cuda: bool) -> list[passes.Pass]:

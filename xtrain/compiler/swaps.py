@@ -6,10 +6,11 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import fx
 
-from xtrain import passes
+from xtrain import passes, torch_compat
 from xtrain.compiler.session import Session
 from xtrain.passes import fx_utils
 from xtrain.passes.fuse_dropout_add_rms_norm import fuse_dropout_add_rms_norm
@@ -71,27 +72,40 @@ def wanted(
     return chosen
 
 
-def run_normalised(
+def compile_swapped(
     session: Session,
     module: fx.GraphModule,
-    to_run: Sequence[passes.Pass],
+    inputs: list[Any],
     *,
+    to_run: Sequence[passes.Pass],
     dump_dir: Path | None,
     num_before: int,
-) -> tuple[fx.GraphModule, list[passes.PassResult]]:
-    """Run the passes of the normalised graph on a copy; the module itself, if one of ours fails.
+    compile_graph: Callable[[fx.GraphModule, list[Any]], Callable[..., Any]],
+    results: list[passes.PassResult],
+) -> Callable[..., Any]:
+    """Compile a graph with the passes of the normalised graph run on a copy.
 
-    Whatever goes wrong here costs kernels and nothing else: the graph with its dropout is intact.
+    If one of ours fails, or the compiler on what they made, the graph itself is compiled: whatever
+    goes wrong here costs kernels and nothing else. A failure of the user's passes is raised.
+
+    Args:     num_before: passes that ran on this graph before, for the numbering.
+              results: what receives a PassResult a pass, if they served.
     """
     if not to_run:
-        return module, []
-    copy = fx_utils.clone_graph(module)
+        return compile_graph(module, inputs)
+    has_theirs = any(p.name not in passes.PASSES for p in to_run)
     try:
-        results = passes.run_passes(copy, to_run, dump_dir=dump_dir, num_before=num_before)
-    except passes.PassError as error:
-        if error.pass_name not in passes.PASSES:
+        copy = fx_utils.clone_graph(module)
+        found = passes.run_passes(copy, to_run, dump_dir=dump_dir, num_before=num_before)
+        compiled = compile_graph(copy, inputs)
+    except Exception as error:
+        blamed = getattr(error, "pass_name", "")
+        theirs = blamed not in passes.PASSES if blamed else has_theirs
+        if theirs or torch_compat.wants_another_trace(error):
             raise
-        log.warning("no kernels are swapped in, dropout stays as it is: %s", error)
-        session.note(f"no kernels are swapped in: {error}")
-        return module, []
-    return copy, results
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        log.warning("no kernels are swapped in, dropout stays as it is: %s", reason)
+        session.note(f"no kernels are swapped in: {reason}")
+        return compile_graph(module, inputs)
+    results += found
+    return compiled

@@ -60,12 +60,18 @@ def emit(
 ) -> fx.Node:
     """Return a new node at the graph's insertion point that calls `target`, its value described.
 
-    like: the node whose place it takes, for its module path and source line.
+    Args:     like: the node whose place it takes, for its module path and source line.
+    Raises:   Refused if the op does not take these operands.
     """
     node = graph.call_function(target, args, kwargs)
     node.meta = {key: like.meta[key] for key in _INHERITED if key in like.meta}
-    with torch.no_grad():
-        node.meta["example_value"] = target(*values_of(args), **values_of(kwargs))
+    try:
+        with torch.no_grad():
+            node.meta["example_value"] = target(*values_of(args), **values_of(kwargs))
+    except (ValueError, TypeError, RuntimeError) as error:
+        graph.erase_node(node)
+        reason = str(error).strip().partition("\n")[0]
+        raise Refused(f"{target} does not take it: {reason}") from error
     return node
 
 
@@ -101,7 +107,7 @@ def emit_getitem(graph: fx.Graph, node: fx.Node, index: int, like: fx.Node) -> f
 
 
 def check_same_form(new: fx.Node, old: fx.Node, *, dtype: torch.dtype | None = None) -> None:
-    """Raise Refused, new erased, if it cannot take old's place: shape, dtype or layout differ.
+    """Raise Refused if new cannot take old's place: shape, dtype or layout differ.
 
     dtype: what new is to be, where its readers round it anyway; None: as old.
     """
@@ -116,7 +122,6 @@ def check_same_form(new: fx.Node, old: fx.Node, *, dtype: torch.dtype | None = N
         reason = "the model views the result in a memory layout that the op does not give"
     else:
         return
-    erase_unread([new, *new.all_input_nodes])
     raise Refused(reason)
 
 

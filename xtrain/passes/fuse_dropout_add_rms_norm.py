@@ -81,7 +81,6 @@ def _fuse(norm: fx.Node, h: fx.Node, addends: tuple[Any, Any], forms: Forms) -> 
         )
         new_h, new_y = (emit_getitem(graph, both, i, like) for i, like in enumerate((h, norm)))
     if dtype_of(new_h) != dtype_of(h) or dtype_of(new_y) != dtype_of(norm):
-        erase_unread([new_h, new_y, both])
         raise Refused("the op's results would have other dtypes than the model's")
     h.replace_all_uses_with(new_h)
     norm.replace_all_uses_with(new_y)

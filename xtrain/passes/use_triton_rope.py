@@ -31,6 +31,7 @@ from xtrain.passes.forms import (
     emit_getitem,
     emit_op,
     erase_dead,
+    erase_unread,
     values_of,
 )
 from xtrain.passes.fx_utils import tensor_meta
@@ -77,11 +78,13 @@ def use_triton_rope(
             if place is None:
                 pair, place = [first], first.turn.last
             ready = [r for r in ready if r not in pair]
+            known = set(part.graph.nodes)
             try:
                 form = _swap(pair, place, forms)
             except Refused as refusal:
                 for _ in pair:
                     result.skip(str(refusal))
+                erase_unread([n for n in part.graph.nodes if n not in known])
                 continue
             result.num_replaced += len(pair)
             result.forms[form] = result.forms.get(form, 0) + len(pair)
@@ -170,6 +173,7 @@ def _swap(pair: list[_Ready], place: fx.Node, forms: Forms) -> str:
         results = [_output(r, result) for r, result in zip(pair, results, strict=True)]
     for r, result in zip(pair, results, strict=True):
         check_same_form(result, r.turn.last)
+    for r, result in zip(pair, results, strict=True):
         r.turn.last.replace_all_uses_with(result)
         erase_dead(r.turn.last)
     return form

@@ -100,8 +100,6 @@ def _swap(node: fx.Node, q: fx.Node, k: fx.Node, v: fx.Node, meaning: Meaning, f
         values = values_of(tuple(inputs))
         masked: dict[str, Any] = {"causal": meaning.causal, "window": meaning.window}
         if (reason := OP.supports(*values, scale=scale, **masked)) is not None:
-            for x in inputs:
-                erase_dead(x)
             raise Refused(f"no fused kernel takes it: {reason.removeprefix('explicit: ')}")
         opaque, form = forms.choose(OP, *values, scale=scale, **masked)
         options = (None, meaning.causal, float(scale), meaning.window, None)
