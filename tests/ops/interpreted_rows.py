@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton.runtime.interpreter as interpreter
 from interpreter import bf16_rounds_to_nearest  # noqa: F401
 from mask_oracle import keep_mask
 from test_dropout_add_rms_norm import EPS, OFFSET, SEED, draw, masked, plain, truth
@@ -17,7 +18,9 @@ from xtrain.ops.rms_norm import norm_dtype
 from xtrain.ops.triton import dropout_add_rms_norm as fused
 from xtrain.ops.triton import rms_norm as norm
 
-pytestmark = pytest.mark.usefixtures("bf16_rounds_to_nearest", "poisoned_memory")
+pytestmark = pytest.mark.usefixtures(
+    "bf16_rounds_to_nearest", "loop_bounds_are_scalars", "poisoned_memory"
+)
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CASES = [
@@ -28,6 +31,18 @@ CASES = [
     ((FP16, FP16, FP32), "gemma"),
     ((FP32, BF16, FP32), "llama"),
 ]
+
+
+@pytest.fixture
+def loop_bounds_are_scalars(monkeypatch):
+    """Triton 3.6's interpreter makes ints of one-element arrays, which NumPy 2.4 refuses."""
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
 
 
 @pytest.fixture
