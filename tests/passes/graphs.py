@@ -133,6 +133,16 @@ class AlibiAttention(SpeltOutAttention):
         return self.linears[3](torch.bmm(scores.softmax(-1), v))
 
 
+class RelativeAttention(SpeltOutAttention):
+    """XLNet: queries meet keys and, in a product that is added last, positions of no stream."""
+
+    def attention(self, x: Tensor) -> Tensor:
+        q, k, v = (proj(x) for proj in self.linears[:3])
+        positions = torch.arange(float(T)).unsqueeze(-1).expand(B, T, D).cos()
+        scores = q @ k.mT + (q + 1.0) @ positions.mT
+        return self.linears[3](scores.softmax(-1) @ v)
+
+
 class CrossAttention(Model):
     kinds = ("attention", "cross_attention", "feed_forward")
     num_linear = 5
@@ -272,6 +282,54 @@ class InlinePositions(Model):
         for i in range(3):
             x = positions + x + self.marks[i](self.branch(x, i))
         return x
+
+
+class Looped(Model):
+    """HRM: a state that is a normed stream, into which the input is injected at each turn."""
+
+    kinds = ("feed_forward",) * 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(D))
+
+    def norm(self, x: Tensor) -> Tensor:
+        x = x - x.mean(-1, keepdim=True)
+        return self.scale * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = torch.zeros_like(x)
+        for i in range(3):
+            y = state + x
+            y = y + self.marks[i](self.branch(y))
+            state = self.norm(y) if i % 2 else F.layer_norm(y, (D,))
+        return x + state
+
+
+class ShortConvolution(nn.Module):
+    """x + a depthwise convolution of x: a few taps a channel, no branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(D, D, 2, padding=1, groups=D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.conv(x.mT)[..., :T].mT
+
+
+class ShortConvolutions(Model):
+    """Inkling: keys, and the branch as a whole, pass short convolutions."""
+
+    kinds = ("attention",)
+    num_linear = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(ShortConvolution() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = self.linears[0](x), self.convs[0](self.linears[1](x))
+        return x + self.marks[0](self.convs[1](F.scaled_dot_product_attention(q, k, k)))
 
 
 class OwnDropout(PreNorm):
@@ -461,6 +519,7 @@ SITES: dict[str, Callable[[], tuple[Model, tuple[Tensor, ...]]]] = {
         (ParallelUnderNoDropout, ()),
         (SpeltOutAttention, ()),
         (AlibiAttention, ()),
+        (RelativeAttention, ()),
         (CrossAttention, (stream(1),)),
         (SharedBias, (torch.zeros(B, 1, T, T),)),
         (MixtureOfExperts, ()),
@@ -469,6 +528,8 @@ SITES: dict[str, Callable[[], tuple[Model, tuple[Tensor, ...]]]] = {
         (CheckpointedUNet, ()),
         (Injected, ()),
         (InlinePositions, (stream(1),)),
+        (Looped, ()),
+        (ShortConvolutions, ()),
         (ZeroDropout, ()),
         (ReadElsewhere, ()),
         (Checkpointed, ()),

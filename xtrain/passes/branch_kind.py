@@ -48,17 +48,21 @@ def _kind_of_spelt_out_attention(members: list[fx.Node], own: Container[fx.Node]
     """Tell matmul + softmax + matmul from a router's softmax: attention multiplies two values.
 
     The product of two values before the softmax, neither of them a parameter, is queries x keys.
+    Scores may be a sum of products: those with positions (XLNet) tell nothing of keys.
     """
     names = [fx_utils.op_name(n) for n in members]
     after = next((i for i, name in enumerate(names) if name in fx_utils.SOFTMAX), len(members))
+    kind = FEED_FORWARD
     for node in members[after:]:
         if fx_utils.op_name(node) in fx_utils.CONTRACTION:
             added = fx_utils.operand(node, 0, "input") if _adds_its_first(node) else None
             values = [n for n in node.all_input_nodes if n is not added]
             values = [n for n in values if not made_of_parameters(n)]
             if len(values) >= 2:
-                return ATTENTION if all(n in own for n in values) else CROSS_ATTENTION
-    return FEED_FORWARD
+                if all(n in own for n in values):
+                    return ATTENTION
+                kind = CROSS_ATTENTION
+    return kind
 
 
 def _adds_its_first(node: fx.Node) -> bool:

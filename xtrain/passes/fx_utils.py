@@ -78,6 +78,8 @@ CONTRACTION = frozenset(
         "_transformer_encoder_layer_fwd",
     }
 )
+# Where a convolution takes its number of groups.
+_GROUPS_OF_CONVOLUTION = {"conv1d": 6, "conv2d": 6, "conv3d": 6, "convolution": 8}
 ATTENTION = frozenset(
     {
         "scaled_dot_product_attention",
@@ -179,13 +181,25 @@ def _body_position(call: fx.Node) -> int:
 
 
 def holds_contraction(node: fx.Node) -> bool:
-    """Return whether a node multiplies matrices, itself or in a body that it calls."""
+    """Return whether a node multiplies matrices, itself or in a body that it calls.
+
+    A depthwise convolution does not: each channel is a sum of its own shifted values.
+    """
     if op_name(node) in CONTRACTION:
-        return True
+        return not _is_depthwise(node)
     if node.op == "call_module":
         module = _get_attribute(node.graph.owning_module, str(node.target))
         return any(p.ndim >= 2 for p in module.parameters()) if module is not None else False
     return any(holds_contraction(n) for body in called_bodies(node) for n in body.graph.nodes)
+
+
+def _is_depthwise(node: fx.Node) -> bool:
+    name = op_name(node)
+    if name not in _GROUPS_OF_CONVOLUTION:
+        return False
+    weight = tensor_meta(operand(node, 1, "weight"))
+    groups = operand(node, _GROUPS_OF_CONVOLUTION[name], "groups", default=1)
+    return weight is not None and weight.shape[1] == 1 and groups != 1
 
 
 def module_path(node: fx.Node) -> str:

@@ -10,6 +10,8 @@ What the rules keep out, and which rule does it:
     RoPE (x * cos + rotate(x) * sin), embedding sums, masks, biases     r is no ancestor of b
     gelu_new's x + 0.0447 * x**3                                        no contraction on the way
     U-net skips, x0 or positions injected again (stream + skip)         r is carried by b's stream
+    an input injected into a recurrent, normed state (norm(x + f) + x)  as above: norms carry on
+    short convolutions of keys and values (k + conv(k))                 depthwise: no contraction
     a position bias that every layer adds to its scores (T5)            only softmax reads the sum
     a state space's output and the skip of its input (Mamba)            only a gate reads the sum
     losses and router terms                                             scalars, not [.., D] values
@@ -30,6 +32,8 @@ from xtrain.passes import fx_utils
 from xtrain.passes.branch_kind import branch_kind
 from xtrain.passes.sum_readers import is_read_by_a_gate_alone, is_read_by_softmax_alone
 from xtrain.passes.values import (
+    SUB,
+    carried_chain,
     is_absent_dropout,
     is_active_dropout,
     is_parameter,
@@ -39,7 +43,7 @@ from xtrain.passes.values import (
 )
 
 # x - f(x) is a residual sum too.
-ADD_LIKE = fx_utils.ADD | {"sub", "sub_", "isub", "subtract", "__sub__", "__isub__", "__rsub__"}
+ADD_LIKE = fx_utils.ADD | SUB
 
 
 @dataclass(frozen=True)
@@ -180,8 +184,8 @@ class _Finder:
         return reached
 
     def _carried(self, node: fx.Node) -> set[fx.Node]:
-        """The values that a node carries on: what it is a form of, the stream of a sum."""
-        chain = peeled_chain(node)
+        """The values that a node carries on: what it is a form or norm of, the stream of a sum."""
+        chain = carried_chain(node)
         members = set(chain).union(*(self.stream.get(link, ()) for link in chain))
         return members | self._carried_through_body(chain[-1])
 

@@ -6,8 +6,11 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from xtrain.passes import fx_utils
+
+SUB = frozenset({"sub", "sub_", "isub", "subtract", "__sub__", "__isub__", "__rsub__"})
 
 
 def peel(node: fx.Node) -> fx.Node:
@@ -21,6 +24,41 @@ def peeled_chain(node: fx.Node) -> list[fx.Node]:
     while (inner := _through(chain[-1])) is not None:
         chain.append(inner)
     return chain
+
+
+def carried_chain(node: fx.Node) -> list[fx.Node]:
+    """Return node, then what it is a form of, as `peeled_chain`, seen through norms besides."""
+    chain = [node]
+    while (inner := _through(chain[-1]) or _normed(chain[-1])) is not None:
+        chain.append(inner)
+    return chain
+
+
+_NORMS = frozenset({"layer_norm", "rms_norm", "native_layer_norm", "_fused_rms_norm"})
+
+
+def _normed(node: fx.Node) -> fx.Node | None:
+    """The value that a norm is of, or one step of a spelt-out norm: one number for each token."""
+    name = fx_utils.op_name(node)
+    value = fx_utils.operand(node, 0, "input", "self")
+    if name in _NORMS:
+        return value if isinstance(value, fx.Node) else None
+    if name in fx_utils.MUL or name in fx_utils.DIV or name in SUB:
+        other = fx_utils.operand(node, 1, "other")
+        if _is_one_a_token(other, value):
+            return value
+        if name in fx_utils.MUL and _is_one_a_token(value, other):
+            return other
+    return None
+
+
+def _is_one_a_token(factor: object, value: object) -> bool:
+    one, whole = fx_utils.tensor_meta(factor), fx_utils.tensor_meta(value)
+    if one is None or whole is None or one.ndim != whole.ndim or one.ndim == 0:
+        return False
+    return statically_known_true(one.shape[-1] == 1) and not statically_known_true(
+        whole.shape[-1] == 1
+    )
 
 
 def _through(node: fx.Node) -> fx.Node | None:
