@@ -19,13 +19,13 @@ from xtrain.ops.triton.sdpa_tiles import Options, head_block
 
 
 def _width_and_arch(q: Tensor, v: Tensor) -> tuple[int, int, int]:
-    """Return (wider head block, bytes per element, 90 for sm_90): what block sizes depend on."""
-    major, minor = torch.cuda.get_device_capability()
-    return (
-        max(head_block(q.shape[-1]), head_block(v.shape[-1])),
-        q.element_size(),
-        10 * major + minor,
-    )
+    """Return (wider head block, bytes per element, family): what block sizes depend on.
+
+    The family of sm_86 is 80: tensor cores are those of the family, and the tiles for it fit the
+    smallest shared memory of its members.
+    """
+    family = 10 * torch.cuda.get_device_capability()[0]
+    return max(head_block(q.shape[-1]), head_block(v.shape[-1])), q.element_size(), family
 
 
 def sdpa_fwd(
