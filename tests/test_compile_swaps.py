@@ -110,15 +110,19 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "olmo2", "phi3"])
 def test_counts_values_and_gradients_of_a_family(family):
+    """Each has something of its own: grouped heads, 1 + w, post norm in fp32, packed gates."""
+    compiled = assert_as_good_as_plain(build(family)[0], labelled(family), logits="drop")
+    assert counts(compiled) == FAMILIES[family]
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen3", "gpt2", "gpt_neox"])
+def test_counts_of_a_family(family):
     model, _ = build(family)
-    call = labelled(family)
-    if family == "gpt2":  # its own dropout draws other masks in each run
-        compiled = xtrain.compile(model, dropout=P, seed=1, backend="aot_eager", logits="drop")
-        assert compiled(**call).loss.isfinite()
-    else:
-        compiled = assert_as_good_as_plain(model, call, logits="drop")
+    compiled = xtrain.compile(model, dropout=P, seed=1, backend="aot_eager", logits="drop")
+    out = compiled(**labelled(family))
+    assert out.loss.isfinite() and out.logits is None
     assert counts(compiled) == FAMILIES[family]
 
 
@@ -131,13 +135,10 @@ def test_counts_of_our_own_model(n_layers):
     assert f"{2 * L + 1} x decomposition on cpu" in report and "left alone" in report
 
 
-@pytest.mark.parametrize("recompute", ["full", 1])
-def test_checkpointed_blocks_are_swapped_inside(recompute):
+def test_checkpointed_blocks_are_swapped_inside():
     """Of each body the attention's branch fuses; the feed-forward's sum is read outside of it."""
-    compiled = assert_as_good_as_plain(tiny(recompute=recompute), tokens())
-    found = counts(compiled)
-    assert list(found.values())[:4] == [5, 4, 2, 2]
-    assert found["fuse_dropout_add_rms_norm"] == (2 if recompute == "full" else 3)
+    compiled = assert_as_good_as_plain(tiny(recompute="full"), tokens())
+    assert list(counts(compiled).values()) == [5, 4, 2, 2, 0, 2]
 
 
 def test_gradient_checkpointing_of_a_foreign_model():
@@ -147,7 +148,7 @@ def test_gradient_checkpointing_of_a_foreign_model():
     assert list(counts(compiled).values())[:4] == [5, 4, 2, 2]
 
 
-@pytest.mark.parametrize("family", ["ours", "llama", "gemma2", "qwen3"])
+@pytest.mark.parametrize("family", ["ours", "llama", "qwen3"])
 def test_bf16_autocast(family):
     model = tiny() if family == "ours" else build(family)[0]
     call = tokens() if family == "ours" else labelled(family)
@@ -201,8 +202,9 @@ class NormedProbe(ProbeModel):
         return F.rms_norm(stream, (8,), self.weight, 1e-6) * 0 + stream
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize(
+    ("backend", "checkpointed"), [("aot_eager", False), ("aot_eager", True), ("inductor", True)]
+)
 def test_masks_after_fusing_are_the_oracles(backend, checkpointed):
     model = NormedProbe(checkpointed=checkpointed)
     compiled = xtrain.compile(model, dropout=0.5, seed=3, backend=backend)

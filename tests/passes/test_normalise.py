@@ -49,7 +49,17 @@ def turned_twice(x):
     return torch.sin(x.transpose(1, 2).transpose(-1, 1))
 
 
-@pytest.mark.parametrize("function", [same_casts, absent_dropout, whole_slices, turned_twice])
+def same_shape(x):
+    return torch.sin(x.view(x.shape).reshape(2, -1, D).expand(2, -1, -1))
+
+
+def times_one(x):
+    return torch.sin(1.0 * x * 1 / 1.0)
+
+
+@pytest.mark.parametrize(
+    "function", [same_casts, absent_dropout, whole_slices, turned_twice, same_shape, times_one]
+)
 def test_what_hands_a_value_on_is_taken_out(function):
     assert ops_left(function, stream()) == ["sin"]
 
@@ -82,9 +92,32 @@ def other_dims(x):
     return torch.sin(x.transpose(1, 2).transpose(0, 1))
 
 
+def other_shape(x):
+    return torch.sin(x.view(-1, D))
+
+
+def one_makes_floats_of_ints(x):
+    return torch.sin((x > 0).long() * 1.0)
+
+
+def one_over(x):
+    return torch.sin(1.0 / x)
+
+
 @pytest.mark.parametrize(
     "function",
-    [other_dtype, copies, active_dropout, part_of_it, new_dim, reversed_steps, other_dims],
+    [
+        other_shape,
+        one_makes_floats_of_ints,
+        one_over,
+        other_dtype,
+        copies,
+        active_dropout,
+        part_of_it,
+        new_dim,
+        reversed_steps,
+        other_dims,
+    ],
 )
 def test_what_changes_a_value_stays(function):
     before = [n for n in capture(function, stream()).module.graph.nodes]

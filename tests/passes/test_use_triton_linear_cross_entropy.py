@@ -56,7 +56,12 @@ def by_token(x, w, t):
     return F.cross_entropy(F.linear(x, w).flatten(0, 1), t.flatten(), reduction="none")
 
 
-FUNCTIONS = [ours, tied, hugging_face, logits_are_shifted, nano_gpt, soft_capped, by_token]
+def scaled(x, w, t):
+    """Cohere multiplies, Granite divides."""
+    return F.cross_entropy((0.0625 * F.linear(x, w) / 0.5).flatten(0, 1).to(c_of(x)), t.flatten())
+
+
+FUNCTIONS = [scaled, ours, tied, hugging_face, logits_are_shifted, nano_gpt, soft_capped, by_token]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -138,8 +143,12 @@ def read_again(x, w, t):
     return F.cross_entropy(logits.flatten(0, 1), t.flatten()) + logits.square().mean()
 
 
-def scaled(x, w, t):
-    return F.cross_entropy((F.linear(x, w) * 0.5).flatten(0, 1), t.flatten())
+def scaled_by_three(x, w, t):
+    return F.cross_entropy((F.linear(x, w) * 3).flatten(0, 1), t.flatten())
+
+
+def scaled_behind_the_cap(x, w, t):
+    return F.cross_entropy((torch.tanh(F.linear(x, w) / 3) * 3 * 2).flatten(0, 1), t.flatten())
 
 
 def not_a_head(x, w, t):
@@ -161,7 +170,8 @@ def one_head_a_sample(x, w, t):
         (class_weights, "it weighs classes"),
         (probabilities, "its targets are no class indices"),
         (read_again, "its logits have other readers than the loss"),
-        (scaled, "do not come from a linear head alone"),
+        (scaled_by_three, "scaled by a number that is no power of two"),
+        (scaled_behind_the_cap, "its logits are scaled behind the soft-cap"),
         (not_a_head, "do not come from a linear head alone"),
         (classes_are_cut, "do not come from a linear head alone"),
         (one_head_a_sample, "its head is no product with one matrix"),

@@ -2,7 +2,7 @@
 
 Before:  c = x.to(fp32)            x is fp32 already     After:  readers of c, d, v and t read x
          d = F.dropout(x, 0.0)
-         v = x[:, 0:, :]
+         v = x[:, 0:, :].view(x.shape) * 1.0
          t = x.transpose(1, 2).transpose(1, 2)
          h += y                    nobody reads h's memory later      h = h + y
          e = model.eps.item()      dynamic=True                       readers of e read the number
@@ -34,7 +34,16 @@ from xtrain.passes.fx_utils import (
     operands_of_bodies,
     tensor_meta,
 )
-from xtrain.passes.match import Writes, cast_source, root_of, unary_of
+from xtrain.passes.match import (
+    Writes,
+    cast_source,
+    div_of,
+    dtype_of,
+    is_number,
+    mul_of,
+    root_of,
+    unary_of,
+)
 from xtrain.passes.result import PassResult
 from xtrain.passes.swap import swap_each
 from xtrain.passes.values import is_absent_dropout
@@ -142,7 +151,32 @@ def unchanged(node: fx.Node) -> fx.Node | None:
         return source
     if op_name(node) == "getitem":
         return _whole(node)
-    return _turned_back(node)
+    return _same_view(node) or _times_one(node) or _turned_back(node)
+
+
+def _same_view(node: fx.Node) -> fx.Node | None:
+    """Return x for x.view(x.shape) and the like."""
+    source = unary_of(node, "view", "reshape", "expand")
+    before, after = tensor_meta(source), tensor_meta(node)
+    if before is None or after is None or before.dtype != after.dtype:
+        return None
+    return source if _have_one_shape(before, after) else None
+
+
+def _times_one(node: fx.Node) -> fx.Node | None:
+    """Return x for x * 1.0, 1.0 * x and x / 1.0, as unset scales leave them."""
+    factors, quotient = mul_of(node), div_of(node)
+    pairs = (factors, factors[::-1]) if factors is not None else (quotient,) if quotient else ()
+    for value, one in pairs:
+        if is_number(one) and one == 1 and dtype_of(value) == dtype_of(node) is not None:
+            return value
+    return None
+
+
+def _have_one_shape(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.ndim == b.ndim and all(
+        statically_known_true(m == n) for m, n in zip(a.shape, b.shape, strict=True)
+    )
 
 
 def _same_cast(node: fx.Node) -> fx.Node | None:
@@ -163,11 +197,9 @@ def _whole(node: fx.Node) -> fx.Node | None:
         return None
     parts = index if isinstance(index, tuple) else (index,)
     before, after = tensor_meta(source), tensor_meta(node)
-    if before is None or after is None or before.ndim != after.ndim:
+    if before is None or after is None:
         return None
-    same = all(
-        statically_known_true(a == b) for a, b in zip(before.shape, after.shape, strict=True)
-    )
+    same = _have_one_shape(before, after)
     whole = all(p is Ellipsis or _counts_up_from_zero(p) for p in parts)
     return source if whole and same and parts else None
 

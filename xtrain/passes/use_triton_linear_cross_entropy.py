@@ -8,11 +8,13 @@ Stage:   normalised graph.     Changes numerics: within tolerance; a mean over n
 Anchor:  cross_entropy; from there up through casts, a soft-cap, reshapes and shifts to the head.
 Needs:   logits that nothing but the loss reads. Where they are an output of the graph,
          logits="drop" makes that output None and the swap possible.
-Skips:   heads with a bias, class weights, targets that are probabilities, logits that are scaled.
+Also:    logits scaled by a power of two: the hidden states are, which gives the same bits.
+Skips:   heads with a bias, class weights, targets that are probabilities, other scales.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,6 +62,7 @@ class _Head:
     head: fx.Node
     chain: list[fx.Node]
     softcap: float | None = None
+    scale: float = 1.0
     indices: list[Any] = field(default_factory=list)  # taken of [.., V], in running order
 
 
@@ -86,17 +89,22 @@ def _head_of(logits: Any) -> _Head:
     """Walk from what the loss reads up to the head. Raises Refused where something else is met."""
     chain: list[fx.Node] = []
     softcap: float | None = None
+    scale = 1.0
     indices: list[Any] = []
     node = logits
     while isinstance(node, fx.Node):
         if op_name(node) in ("linear", "matmul", "mm"):
-            return _Head(node, chain, softcap, indices[::-1])
+            return _Head(node, chain, softcap, scale, indices[::-1])
         inner: Any = cast_source(node)
         if inner is None:
             inner = unary_of(node, *_RESHAPES)
         if inner is None and (capped := _capped(node)) is not None and softcap is None:
             inner, softcap, between = capped
             chain += between
+            if scale != 1.0:
+                raise Refused("its logits are scaled behind the soft-cap")
+        if inner is None and (scaled := _scaled(node)) is not None:
+            inner, scale = scaled[0], scale * scaled[1]
         if inner is None and op_name(node) == "getitem" and _keeps_classes(node):
             inner = node.args[0]
             indices.append(node.args[1])
@@ -119,6 +127,21 @@ def _capped(node: fx.Node) -> tuple[fx.Node, float, list[fx.Node]] | None:
         if quotient is not None and quotient[1] == cap and isinstance(quotient[0], fx.Node):
             return quotient[0], float(cap), [bent, scaled]
     return None
+
+
+def _scaled(node: fx.Node) -> tuple[fx.Node, float] | None:
+    """Return (x, scale) when a node is x times a number."""
+    quotient = div_of(node)
+    if quotient is not None and is_number(quotient[1]) and quotient[1]:
+        value, scale = quotient[0], 1.0 / quotient[1]
+    else:
+        pairs = [pair for pair in _both_ways(mul_of(node)) if is_number(pair[1])]
+        if not pairs:
+            return None
+        value, scale = pairs[0]
+    if scale <= 0 or math.frexp(scale)[0] != 0.5:
+        raise Refused("its logits are scaled by a number that is no power of two")
+    return (value, float(scale)) if isinstance(value, fx.Node) else None
 
 
 def _both_ways(pair: tuple[Any, Any] | None) -> tuple[tuple[Any, Any], ...]:
@@ -212,6 +235,8 @@ def _swap(
         needs_grad = torch.is_grad_enabled() and reduction != "none"
         needs = needs_grad, needs_grad and _requires_grad(weight)
         hidden, weight = (emit_cast(graph, x, dtype, loss) for x in (hidden, weight))
+        if found.scale != 1.0:
+            hidden = emit(graph, torch.mul, (hidden, found.scale), loss)
         hidden = _rows(hidden, found, targets, loss)
         opaque, form = forms.choose(OP, *values_of((hidden, weight, targets)))
         options = (ignore_index, label_smoothing, 0.0, found.softcap, reduction, *needs, "fp32")
