@@ -104,21 +104,11 @@ def one_over(x):
     return torch.sin(1.0 / x)
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        other_shape,
-        one_makes_floats_of_ints,
-        one_over,
-        other_dtype,
-        copies,
-        active_dropout,
-        part_of_it,
-        new_dim,
-        reversed_steps,
-        other_dims,
-    ],
-)
+CHANGED = [other_shape, one_makes_floats_of_ints, one_over, other_dtype, copies, active_dropout]
+CHANGED += [part_of_it, new_dim, reversed_steps, other_dims]
+
+
+@pytest.mark.parametrize("function", CHANGED)
 def test_what_changes_a_value_stays(function):
     before = [n for n in capture(function, stream()).module.graph.nodes]
     calls = [n for n in before if n.op in ("call_function", "call_method")]
@@ -129,7 +119,7 @@ def test_a_value_that_is_written_is_left_with_the_reason():
     """The cast hands out x itself: without it the write would land elsewhere, or be seen."""
 
     def model(x):
-        y = x * 1
+        y = x * 2
         z = y.to(torch.float32)
         y.mul_(2)
         return z + 1

@@ -103,9 +103,10 @@ def compile_swapped(
         theirs = blamed not in passes.PASSES if blamed else has_theirs
         if theirs or torch_compat.wants_another_trace(error):
             raise
+        compiled = compile_graph(module, inputs)  # raises where the swaps are not at fault
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         log.warning("no kernels are swapped in, dropout stays as it is: %s", reason)
         session.note(f"no kernels are swapped in: {reason}")
-        return compile_graph(module, inputs)
+        return compiled
     results += found
     return compiled
