@@ -31,6 +31,7 @@ from xtrain.drift.record_folder import Record  # noqa: E402
 from xtrain.drift.report import context  # noqa: E402
 
 PIECE = 25  # prompts of one record of the margins: a few minutes of one core
+FEW = 8
 LEVELS = ("default", "avx2")
 
 
@@ -57,7 +58,9 @@ def main() -> int:
     prompts = write_prompts(args.work, args.prompts)
     ops = child(args.work / "ops.json", ["ops", f"--factor=ATEN_CPU_CAPABILITY={','.join(LEVELS)}"])
     levels = f"ATEN_CPU_CAPABILITY={','.join((*LEVELS, 'avx512'))}"
-    shared = [run, f"--prompts={prompts[0]}", "--tokens=8", "--threads=1"]
+    few = args.work / "prompts_few.txt"  # of the settings, each of which is a run of its own
+    few.write_text("".join(prompts[0].read_text().splitlines(keepends=True)[:FEW]))
+    shared = [run, f"--prompts={few}", "--tokens=8", "--threads=1"]
     settings = child(
         args.work / "bisect.json",
         ["bisect", *shared, "--factor=threads=1,2", f"--factor={levels}", "--factor=batch=1,8"],
@@ -72,6 +75,8 @@ def main() -> int:
     margins = measure_margins(args.work, run, prompts, args.tokens)
     environment = Record(args.work / f"{LEVELS[0]}_000.drift").environment
     text = page(ops, [settings, compiled, versions], margins, environment, args)
+    if args.python:
+        text = text.replace(args.python, "OTHER_VENV")
     args.out.write_text(text, encoding="utf-8")
     print(f"wrote {args.out}")
     return 0
@@ -210,7 +215,8 @@ def _setup(environment: dict, args) -> str:
         f"{environment['cpu.model']}, {environment['cpu.count']} cores, torch "
         f"{environment['torch.version']}, {environment['torch.blas']}, "
         f"oneDNN {str(environment['torch.onednn']).split(' ')[0]}. Prompts: "
-        f"{args.prompts} starts of lines of argparse.py, {args.tokens} greedy tokens each. fp32. "
+        f"{args.prompts} starts of lines of argparse.py with {args.tokens} greedy tokens each for "
+        f"the margins, {FEW} of them with 8 tokens for each setting. fp32. "
         'Sizes are lower bounds where they say "at least" ([drift.md](drift.md)).'
     )
 

@@ -401,3 +401,22 @@ def test_any_module_on_numbers(shape):
     assert found.first_divergence.op in ("aten.addmm", "aten.addmv", "aten.add")
     assert found.reason == "other weights: bias"
     assert "other inputs" in compare(a, record(linear, x + 1)).reason
+
+
+def test_recording_costs_less_than_three_forwards():
+    """CPU time of a layer and the head of the 124m shape: other processes do not enter it."""
+    from time import process_time
+
+    from xtrain.model import Config, Transformer
+
+    model, x = Transformer(Config.preset("124m", n_layers=1)).eval(), torch.arange(128)[None]
+
+    def cost(run):
+        start = process_time()
+        run()
+        return process_time() - start
+
+    with torch.no_grad():
+        forward = min(cost(lambda: model(x)) for _ in range(3))
+    recorded = min(cost(lambda: record(model, x)) for _ in range(3))
+    assert recorded <= 3 * forward, f"{recorded:.3f} s against {forward:.3f} s"

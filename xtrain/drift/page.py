@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from xtrain.drift.comparison import Comparison
+from xtrain.drift.comparison import Comparison, Position
 from xtrain.drift.margins import margins
 from xtrain.drift.report import context, size_text
 from xtrain.drift.svg import line_plot, scatter_plot
@@ -124,20 +124,7 @@ def _positions(comparison: Comparison) -> list[str]:
         "and above the dashed line keeps its token whichever pair moved.</p>",
     ]
     if comparison.max_shift > 0:
-        nearest = sorted(positions, key=lambda p: p.margin - p.shift)[:MAX_POINTS]
-        points = [
-            (
-                position.shift,
-                position.margin,
-                "flips" if position.can_flip else "s0",
-                f"prompt {position.prompt}, step {position.step}, position {position.position}: "
-                f"margin {position.margin:.3g}, shift {position.shift:.3g}",
-            )
-            for position in nearest
-        ]
-        title = "Margin of the chosen token against the largest shift of a pair, by place"
-        plot = scatter_plot(title, points, x_label="shift", y_label="margin", zero="0: at the edge")
-        parts.append(plot)
+        parts.append(_scatter(positions))
     rows = []
     for name, place in (
         ("smallest margin", comparison.smallest_margin),
@@ -156,6 +143,22 @@ def _positions(comparison: Comparison) -> list[str]:
             )
     headers = ("", "margin", "shift", "where", "tokens", "after")
     return [*parts, _table(headers, rows, numbers=(1, 2))]
+
+
+def _scatter(positions: Sequence[Position]) -> str:
+    nearest = sorted(positions, key=lambda p: p.margin - p.shift)[:MAX_POINTS]
+    points = [
+        (
+            place.shift,
+            place.margin,
+            "flips" if place.can_flip else "s0",
+            f"prompt {place.prompt}, step {place.step}, position {place.position}: margin "
+            f"{place.margin:.3g}, shift {place.shift:.3g}",
+        )
+        for place in nearest
+    ]
+    title = "Margin of the chosen token against the largest shift of a pair, by place"
+    return scatter_plot(title, points, x_label="shift", y_label="margin", zero="0: at the edge")
 
 
 def _margins(comparison: Comparison) -> list[str]:

@@ -91,23 +91,27 @@ def record(
               that exists.
     """
     mode = mode or ("unobserved" if _is_compiled(model) else "eager")
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = str(next((p.device for p in model.parameters()), "cpu"))
     named = _named_inputs(inputs, device)
     prompts = _prompts(named)
     settings = Settings(
         mode=mode,
-        device=str(device),
+        device=device,
         batch_size=len(prompts),
         decode=None,
         top_k=top_k,
         tensors=tensors,
         warm_up=warm_up,
     )
-    description = {"kind": "library", "name": type(model).__name__}
-    subject = Subject(model, description, 0, None, weights=hash_weights(model))
-    with _Recording(subject, prompts, settings, out, overwrite) as recording:
+    with _Recording(of_library(model, 0), prompts, settings, out, overwrite) as recording:
         recording.forward(named)
     return recording.result()
+
+
+def of_library(model: nn.Module, vocab_size: int) -> Subject:
+    """Return a model that a program holds; vocab_size: ids of its head that count, 0: all."""
+    description = {"kind": "library", "name": type(model).__name__}
+    return Subject(model, description, vocab_size, None, weights=hash_weights(model))
 
 
 def record_prompts(
@@ -248,7 +252,7 @@ def greedy(logits: NDArray) -> list[int]:
     return logits.argmax(axis=-1).tolist()
 
 
-def _named_inputs(inputs: Any, device: torch.device) -> dict[str, Any]:
+def _named_inputs(inputs: Any, device: str) -> dict[str, Any]:
     if isinstance(inputs, Mapping):
         named = dict(inputs)
     else:

@@ -8,7 +8,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from xtrain.drift.comparison import Comparison, Divergence, Position
+from xtrain.drift.comparison import Comparison, Divergence, Position, PromptResult
 from xtrain.drift.margins import Margins, margins
 from xtrain.drift.record_folder import Record
 from xtrain.drift.values import Distance
@@ -48,19 +48,7 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
                 for side, record in (("a", comparison.a), ("b", comparison.b))
             },
             "first_divergence": _divergence_values(first) if first else None,
-            "prompts": [
-                {
-                    "prompt": p.prompt,
-                    "num_steps": p.num_steps,
-                    "ops_equal": p.ops_equal,
-                    "logits_equal": p.logits_equal,
-                    "tokens_equal": p.tokens_equal,
-                    "first_divergence": _divergence_values(p.first_divergence)
-                    if p.first_divergence
-                    else None,
-                }
-                for p in comparison.prompts
-            ],
+            "prompts": [_prompt_values(prompt) for prompt in comparison.prompts],
             "growth": [vars(layer) for layer in comparison.growth],
             "unmatched": [item._asdict() for item in comparison.unmatched],
             "num_matched": comparison.num_matched,
@@ -225,6 +213,11 @@ def _margins(comparison: Comparison) -> str:
         rows.append((side, found.first, found.last, loops))
     headers = ("", "median margin, first 10 steps", "last 10 steps", "end in a loop")
     return tabulate(rows, headers, floatfmt=".3g")
+
+
+def _prompt_values(result: PromptResult) -> dict[str, Any]:
+    first = result.first_divergence
+    return {**vars(result), "first_divergence": _divergence_values(first) if first else None}
 
 
 def _divergence_values(divergence: Divergence) -> dict[str, Any]:

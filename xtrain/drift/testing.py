@@ -47,8 +47,7 @@ def assert_no_drift(
 
 def _replay(model: nn.Module, baseline: Record, inputs: Any) -> Record:
     """Return a temporary record of model with the prompts and settings of the baseline."""
-    from xtrain.drift.models import Subject, hash_weights
-    from xtrain.drift.recording import Settings, record, record_prompts
+    from xtrain.drift.recording import Settings, of_library, record, record_prompts
 
     prompts = baseline.contents["prompts"]
     run = baseline.run
@@ -63,6 +62,5 @@ def _replay(model: nn.Module, baseline: Record, inputs: Any) -> Record:
         return record(model, tokens, mode=run["mode"], tensors=run["tensors"], top_k=run["top_k"])
     device = next((str(parameter.device) for parameter in model.parameters()), "cpu")
     vocab_size = baseline.cases[0].steps[0].logits()[0].shape[-1]
-    description: dict[str, Any] = {"kind": "library", "name": type(model).__name__}
-    subject = Subject(model, description, vocab_size, None, weights=hash_weights(model))
-    return record_prompts(subject, prompts, Settings(**{**run, "device": device}))
+    settings = Settings(**{**run, "device": device})
+    return record_prompts(of_library(model, vocab_size), prompts, settings)
