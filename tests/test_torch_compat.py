@@ -411,3 +411,17 @@ def test_a_dispatch_mode_is_noticed():
     assert not torch_compat.is_observed()
     with FakeTensorMode():
         assert torch_compat.is_observed()
+
+
+def test_graph_breaks_are_listed_with_their_place_and_reason():
+    before = len(torch_compat.graph_breaks())
+
+    def broken(x):
+        x = x + 1
+        torch._dynamo.graph_break()
+        return x * 2
+
+    torch.compile(broken, backend="eager")(torch.ones(2))
+    line = broken.__code__.co_firstlineno + 2
+    [(place, reason)] = torch_compat.graph_breaks()[before:]
+    assert place == f"{__file__}:{line}" and "graph_break" in reason

@@ -441,3 +441,18 @@ def running_sequence_number() -> int | None:
     """Return the number of the autograd node whose backward runs in this thread, None if none."""
     node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
     return None if node is None else node._sequence_nr()
+
+
+# --- graph breaks --------------------------------------------------------------------------------
+
+
+def graph_breaks() -> list[tuple[str, str]]:
+    """Return (place, reason) of each graph break since the last torch._dynamo.reset(), in order."""
+    from torch._dynamo.utils import graph_break_reasons
+
+    found = []
+    for entry in graph_break_reasons:
+        frame = entry.user_stack[-1] if entry.user_stack else None
+        place = f"{frame.filename}:{frame.lineno}" if frame is not None else "an unknown place"
+        found.append((place, entry.reason))
+    return found

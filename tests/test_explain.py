@@ -1,0 +1,443 @@
+"""xtrain.explain: what it says of models whose answer is known, its page, a user's mistakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig, GPT2Config, LlamaConfig
+
+from xtrain import passes
+from xtrain.explain import subject
+from xtrain.explain.as_json import as_json
+from xtrain.explain.capture import explain
+from xtrain.explain.command import main
+from xtrain.explain.page import page
+from xtrain.explain.shrink import shrink_hugging_face, shrunk_preset
+from xtrain.explain.text import as_text
+from xtrain.model import PRESETS, Config
+
+ROOT = Path(__file__).parent.parent
+LLAMA = dict(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    architectures=["LlamaForCausalLM"],
+)
+NUM_LAYERS = 2
+
+
+@pytest.fixture(scope="module")
+def llama_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    LlamaConfig(**LLAMA).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llama(llama_folder):
+    """One run; the tests below look at it from all sides."""
+    return explain(subject.load(str(llama_folder)), dropout=0.1)
+
+
+# --- what is found, against what the architecture says ------------------------------------------
+
+
+def test_every_site_is_tied_to_the_projection_that_it_drops(llama):
+    """The op that draws a site's mask reads that branch's last projection, by its module path."""
+    data = as_json(llama)
+    compiled = {node["key"]: node for node in data["graphs"][0]["compiled"]}
+    traced = {node["key"]: node for node in data["graphs"][0]["traced"]}
+    last = {"attention": "self_attn.o_proj", "feed_forward": "mlp.down_proj"}
+    expected = [
+        (f"model.layers.{layer}.{kind}", layer, kind)
+        for layer in range(NUM_LAYERS)
+        for kind in ("attention", "feed_forward")
+    ]
+    assert [(s["name"], s["layer"], s["site"]) for s in data["sites"]] == expected
+    for site in data["sites"]:
+        block = f"model.layers.{site['layer']}"
+        mask = compiled[site["mask"]]
+        branch = compiled[mask["inputs"][0]]
+        assert (branch["target"], branch["module"]) == ("linear", f"{block}.{last[site['site']]}")
+        assert traced[site["add"]]["target"] == "add" and traced[site["add"]]["module"] == block
+        assert site["value"] == "f32[2, 16, 32]" and site["dropout"] == "xtrain"
+        assert mask["target"].startswith("xtrain.dropout")
+
+
+def test_swaps_and_refusals_are_those_of_the_architecture(llama):
+    data = as_json(llama)
+    targets = [node["target"] for node in data["graphs"][0]["compiled"]]
+    norms = targets.count("xtrain.rms_norm") + targets.count("xtrain.dropout_add_rms_norm")
+    assert norms == 2 * NUM_LAYERS + 1
+    for op in ("xtrain.rope_qk", "xtrain.sdpa", "xtrain.swiglu"):
+        assert targets.count(op) == NUM_LAYERS, op
+    assert [(row["pass"], row["count"]) for row in data["left_alone"]] == [
+        ("use_triton_linear_cross_entropy", 1)
+    ]
+    assert "logits" in data["left_alone"][0]["reason"]
+    assert [row["name"] for row in data["passes"]] == list(passes.PASSES)
+    assert data["strict"] == {"accepts": True, "reason": ""}
+    assert data["unseeded"] == data["uncovered"] == data["graph_breaks"] == []
+
+
+def test_each_op_is_kept_taken_out_or_put_in_and_swaps_name_what_they_replaced(llama):
+    graph = as_json(llama)["graphs"][0]
+    traced = {node["key"]: node for node in graph["traced"]}
+    compiled = {node["key"]: node for node in graph["compiled"]}
+    assert traced.keys() - compiled.keys() == graph["removed"].keys()
+    assert compiled.keys() - traced.keys() == graph["added"].keys()
+    for nodes in (traced, compiled):  # running order: an op reads what stands above it
+        seen = set()
+        for key, node in nodes.items():
+            assert set(node["inputs"]) <= seen
+            seen.add(key)
+    replaced = [key for entry in graph["added"].values() for key in entry["replaces"]]
+    assert len(replaced) == len(set(replaced)) and set(replaced) <= graph["removed"].keys()
+    heart = {
+        "xtrain.rms_norm": "rsqrt",
+        "xtrain.dropout_add_rms_norm": "rsqrt",
+        "xtrain.swiglu": "silu",
+        "xtrain.sdpa": "scaled_dot_product_attention",
+        "xtrain.rope_qk": "neg",
+    }
+    for key, entry in graph["added"].items():
+        if (target := compiled[key]["target"]) in heart:
+            gone = [traced[k] for k in entry["replaces"]]
+            count = 2 if target == "xtrain.rope_qk" else 1
+            assert [n["target"] for n in gone].count(heart[target]) == count, key
+            assert len({n["block"] for n in gone if n["target"] == heart[target]}) == 1
+            block = compiled[key]["block"]
+            assert {n["block"] for n in gone if n["target"] == heart[target]} == {block}
+
+
+def test_parameters_are_named_by_their_paths(llama_folder, llama):
+    graph = as_json(llama)["graphs"][0]
+    names = {name for name, _ in llama.subject.model.named_parameters()}
+    read = {
+        name for node in graph["traced"] for name in re.findall(r"[\w.]+\.weight\b", node["text"])
+    }
+    assert read == names
+    assert graph["num_parameters"] == len(names) + 1  # and the buffer inv_freq
+
+
+# --- other models -------------------------------------------------------------------------------
+
+
+def test_a_models_own_dropout_is_shown_and_what_stays_unseeded_is_listed(tmp_path):
+    GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=64, n_positions=32).save_pretrained(
+        tmp_path
+    )
+    loaded = subject.load(str(tmp_path), layers=1)
+    data = as_json(explain(loaded, dropout=0.1))
+    traced = {node["key"]: node for node in data["graphs"][0]["traced"]}
+    assert data["model"]["class"] == "GPT2LMHeadModel"
+    assert [(s["dropout"], s["mask"]) for s in data["sites"]] == [("model", "")] * 2
+    assert [traced[s["own"]]["target"] for s in data["sites"]] == ["dropout"] * 2
+    assert data["unseeded"] == [
+        "dropout in transformer.drop",
+        "attention probabilities (p = 0.1) in transformer.h.0.attn",
+    ]
+    text = as_text(explain(loaded, dropout=0.1, existing="replace", kernels="off"))
+    assert "transformer.h.0.attention           0  xtrain" in text
+    assert "xtrain.dropout" in text and "xtrain.sdpa" not in text
+
+
+def test_checkpointed_blocks_are_shown_inside_their_calls():
+    data = as_json(explain(subject.load("tiny", changes={"recompute": "full"}), dropout=0.1))
+    compiled = {node["key"]: node for node in data["graphs"][0]["compiled"]}
+    names = [f"blocks.{i}.{kind}" for i in range(2) for kind in ("attention", "feed_forward")]
+    assert [site["name"] for site in data["sites"]] == names
+    for site in data["sites"]:
+        call, _, _ = site["mask"].partition("/")
+        assert compiled[call]["target"] == "tag_activation_checkpoint"
+        assert compiled[site["mask"]]["depth"] == 1
+        assert compiled[site["mask"]]["row"] == names.index(site["name"])
+
+
+MODELS = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self, broken=False):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.broken = broken
+
+    def forward(self, x):
+        h = self.up(x)
+        if self.broken:
+            torch._dynamo.graph_break()  # here
+        return x + self.down(h.relu())
+
+def model(*flags):
+    return nn.Sequential(*map(Block, flags)), torch.randn(2, 4, 8)
+
+def whole(): return model(False, False)
+def broken(): return model(True, True)
+def plain(): return nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.randn(2, 8)
+def guess(): return nn.Sequential(nn.Embedding(32, 8), Block(), Block())
+def no_inputs(): return nn.Linear(8, 8)
+def wrong_inputs(): return model(False)[0], torch.randn(2, 7)
+def nothing(): return 3
+def raises(): raise RuntimeError("no\\nweights")
+def keep(graph): pass
+def spoil(graph): raise RuntimeError("spoilt")
+number = 3
+"""
+
+
+@pytest.fixture
+def models(tmp_path, monkeypatch):
+    """A module of the working folder, as a user has it."""
+    (tmp_path / "explained_models.py").write_text(MODELS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
+    yield tmp_path / "explained_models.py"
+    sys.modules.pop("explained_models", None)
+
+
+def test_a_graph_break_is_placed_and_what_strict_mode_raises_is_said(models, capsys):
+    assert main(["explained_models:broken", "--json", "-"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    line = MODELS.splitlines().index("            torch._dynamo.graph_break()  # here") + 1
+    places = {entry["place"] for entry in data["graph_breaks"]}
+    assert any(place.endswith(f"explained_models.py:{line}") for place in places), places
+    assert len(data["graphs"]) > 1
+    assert not data["strict"]["accepts"] and "graph break" in data["strict"]["reason"]
+    assert data["uncovered"]
+
+
+def test_a_function_may_return_a_model_alone_and_passes_of_the_users_run(models, capsys):
+    arguments = ["explained_models:guess", "--seq", "6", "--batch", "3"]
+    assert main([*arguments, "--pass", "explained_models:keep"]) == 0
+    output = capsys.readouterr().out
+    assert "input i64[3, 6]" in output
+    assert re.search(r"^keep +0 +0 +", output, re.M)
+    assert output.count("f32[3, 6, 8]") and "no graph break" in output
+
+
+# --- the output ---------------------------------------------------------------------------------
+
+
+def test_the_text_is_short_by_default_and_whole_on_demand(llama):
+    short, whole = as_text(llama), as_text(llama, whole_graph=True)
+    graph = as_json(llama)["graphs"][0]
+    gone = [node for node in graph["traced"] if node["key"] in graph["removed"]]
+    for node in (*gone, *graph["compiled"]):
+        assert node["text"] in whole
+    assert "model.layers.0 in the graph" in short and "model.layers.1.self_attn" not in short
+    assert len(short.splitlines()) < 110
+    signs = [line[0] for line in whole.splitlines() if re.match(r"[-+~]   ", line)]
+    assert signs.count("-") == len(graph["removed"]) and signs.count("+") == len(graph["added"])
+    for site in ("attention", "feed_forward"):
+        assert re.search(rf"^[-+] .*# .*site \.{site}\b", short, re.M)
+
+
+class _Page(HTMLParser):
+    """Collects what a page refers to, and checks that its tags close in order."""
+
+    VOID = {"meta", "input", "br"}
+
+    def __init__(self):
+        super().__init__()
+        self.ids, self.links, self.open, self.loads, self.ops = [], [], [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        self.ids += [attrs["id"]] if "id" in attrs else []
+        self.links += [attrs["href"]] if "href" in attrs else []
+        self.loads += [attrs[name] for name in ("src", "data", "action") if name in attrs]
+        self.loads += ["link"] if tag == "link" else []
+        self.ops += [attrs] if "data-side" in attrs else []
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_self_contained_and_its_links_lead_somewhere(llama):
+    text = page(llama)
+    parsed = _Page()
+    parsed.feed(text)
+    assert parsed.open == [] and parsed.loads == []
+    assert not re.search(r"https?:|@import|url\(|fetch\(|XMLHttp", text)
+    assert len(parsed.ids) == len(set(parsed.ids))
+    ids = set(parsed.ids)
+    assert parsed.links and all(link[0] == "#" and link[1:] in ids for link in parsed.links)
+    graph = as_json(llama)["graphs"][0]
+    assert len(parsed.ops) == len(graph["traced"]) + len(graph["compiled"])
+    for op in parsed.ops:
+        for name in ("data-inputs", "data-kin"):
+            assert set(op.get(name, "").split()) <= ids
+    kin = [op for op in parsed.ops if "data-kin" in op and op["data-side"] == "b"]
+    assert len(kin) == sum(bool(entry["replaces"]) for entry in graph["added"].values())
+    assert sum("site" in op["class"].split() for op in parsed.ops) == 2 * 2 * NUM_LAYERS
+
+
+def test_names_from_outside_are_escaped_in_the_page(llama, monkeypatch):
+    monkeypatch.setattr(llama.subject, "title", "<script>alert(1)</script>")
+    assert "<script>alert" not in page(llama)
+
+
+def test_the_command_writes_its_files_and_dumps(models, capsys):
+    arguments = ["explained_models:whole", "--html", "a.html", "--json", "a.json", "--graph"]
+    assert main([*arguments, "--dump-graphs", "dumps", "--disable-pass", "normalise"]) == 0
+    data = json.loads(Path("a.json").read_text())
+    assert [site["name"] for site in data["sites"]] == ["0.feed_forward", "1.feed_forward"]
+    assert "normalise" not in [row["name"] for row in data["passes"]]
+    assert Path("a.html").read_text().startswith("<!DOCTYPE html>")
+    assert list(Path("dumps").glob("train_graph_01/*insert_residual_dropout.after.py"))
+    assert "0.feed_forward" in capsys.readouterr().out
+
+
+# --- smaller models -----------------------------------------------------------------------------
+
+
+def test_shrunk_configurations_keep_ratios_and_lists_of_layers(tmp_path):
+    LlamaConfig(**LLAMA | dict(hidden_size=128, num_attention_heads=8, num_key_value_heads=2,
+                intermediate_size=512, num_hidden_layers=5)).save_pretrained(tmp_path)  # fmt: skip
+    config = AutoConfig.from_pretrained(tmp_path)
+    config.layer_types = ["a", "b", "c", "d", "e"]
+    shrink_hugging_face(config, layers=3, hidden=64)
+    assert (config.num_hidden_layers, config.layer_types) == (3, ["a", "b", "c"])
+    assert (config.hidden_size, config.intermediate_size) == (64, 256)
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 1, 16)
+    values = shrunk_preset(PRESETS["8b"], layers=2, hidden=128)
+    built = Config(**values)
+    assert (built.n_layers, built.dim, built.ffn_hidden) == (2, 128, 448)
+    assert (built.n_heads, built.n_kv_heads, built.head_dim) == (8, 2, 16)
+
+
+def test_a_large_model_is_built_with_two_layers_unless_told_otherwise(llama_folder, monkeypatch):
+    monkeypatch.setattr(subject, "MAX_PARAMETERS", 1000)
+    deep = {"num_hidden_layers": 3}
+    loaded = subject.load(str(llama_folder), changes=deep)
+    assert len(loaded.model.model.layers) == 2 and "2 of 3 layers" in loaded.facts[0]
+    assert len(subject.load(str(llama_folder), layers=3).model.model.layers) == 3
+    small = subject.load("small")
+    assert len(small.model.blocks) == 2 and "2 of 4 layers" in small.facts[0]
+
+
+# --- mistakes -----------------------------------------------------------------------------------
+
+
+def test_help_is_quick_and_imports_no_torch():
+    script = """
+import sys
+from xtrain.explain.command import main
+try:
+    main(["--help"])
+except SystemExit as stop:
+    assert stop.code == 0
+assert not {"torch", "triton", "numpy", "transformers"} & set(sys.modules)
+assert main(["nosuch"]) == 2
+assert not {"torch", "triton", "transformers"} & set(sys.modules)
+"""
+    started = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "usage: python -m xtrain.explain" in done.stdout
+    assert time.perf_counter() - started < 2.0
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["smal"], "'smal' is no preset (tiny, small"),
+        (["smal"], "did you mean small?"),
+        (["tiny", "--grap"], "unknown argument '--grap'; did you mean --graph"),
+        (["tiny", "--dropout", "0"], "--dropout must be in (0, 1], got 0"),
+        (["tiny", "--dropout", "nan"], "--dropout must be in (0, 1], got nan"),
+        (["tiny", "--layers", "0"], "argument --layers: must be at least 1, got 0"),
+        (["tiny", "--hidden", "20"], "--hidden must be a multiple of 16, got 20"),
+        (["tiny", "--set", "n_heads"], "--set takes key=value, got 'n_heads'"),
+        (["tiny", "--set", "n_head=2"], "unexpected keyword argument 'n_head'"),
+        (["tiny", "--kernels", "on"], "argument --kernels: invalid choice: 'on'"),
+        (["tiny", "--html", "no/where.html"], "--html: there is no folder no"),
+        (["tiny", "--disable-pass", "normalize"], "disable_passes names 'normalize'"),
+        (["."], "no config.json in ."),
+        (["no_such_module:f"], "cannot import 'no_such_module': ModuleNotFoundError"),
+        (["explained_models:whol"], "explained_models has no 'whol'; did you mean whole?"),
+        (["explained_models:number"], "explained_models:number must be a function, got int"),
+        (["explained_models:nothing"], "must return an nn.Module, or (model, inputs); got int"),
+        (["explained_models:raises"], "explained_models:raises() fails: RuntimeError: no weights"),
+        (["explained_models:no_inputs"], "inputs cannot be guessed; return (model, inputs)"),
+        (["explained_models:wrong_inputs"], "fails by itself: RuntimeError: mat1 and mat2"),
+        (["explained_models:plain"], "no residual sites in explained_models:plain"),
+        (["explained_models:whole", "--layers", "1"], "--layers, --hidden and --set change"),
+        (["tiny", "--pass", "explained_models:spoil"], "the graph pass 'spoil' failed with"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(models, capsys, arguments, message):
+    try:
+        code = main(arguments)
+    except SystemExit as stop:
+        code = stop.code
+    error = capsys.readouterr().err
+    assert code == 2
+    assert error.startswith("error: ") and error.count("\n") == 1
+    assert message in error
+
+
+@pytest.mark.parametrize(
+    "contents, message",
+    [
+        ("{", "cannot build"),
+        ('{"model_type": "no_such_type"}', "cannot build"),
+        ('{"model_type": "llama", "hidden_size": 30, "num_attention_heads": 7}', "cannot build"),
+        ('{"model_type": "wav2vec2", "architectures": ["Wav2Vec2Model"]}', "takes input_values"),
+    ],
+)
+def test_a_wrong_config_folder_is_one_line_and_exit_code_2(tmp_path, capsys, contents, message):
+    (tmp_path / "config.json").write_text(contents)
+    assert main([str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and message in error
+
+
+# --- docs/passes.md -----------------------------------------------------------------------------
+
+
+def test_the_example_of_docs_passes_runs_as_pasted(tmp_path):
+    """Twice by two ways of adding it, with the counts that the page shows and GELU's tanh form."""
+    page_text = (ROOT / "docs/passes.md").read_text()
+    example = re.search(r"```python\n(.*?)```", page_text, re.S)[1]
+    shown = re.search(r"```\n(pass +matched.*?)```", page_text, re.S)[1]
+    script = tmp_path / "example.py"
+    script.write_text(
+        example
+        + "\nimport torch.nn.functional as F\n"
+        + "def block(b, x): return x + b.down(F.gelu(b.up(b.norm(x)), approximate='tanh'))\n"
+        + "expected = block(model[1], block(model[0], x))\n"
+        + "assert not torch.equal(model(x), expected)\n"
+        + "print('tanh', torch.equal(compiled.eval()(x), expected))\n"
+        + "row = [r for r in again.report().passes if r.name == 'use_tanh_gelu'][0]\n"
+        + "print('registered', row.num_replaced, [r.name for r in again.report().passes][:3])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    output = done.stdout
+    columns = r"^(\w+) +(\d+) +(\d+) +(\d+ -> \d+)"
+    rows = re.findall(columns, output, re.M)
+    assert re.findall(columns, shown, re.M) == rows[:3] and len(rows) > 3
+    assert "tanh True" in output
+    placed = ["insert_residual_dropout", "normalise", "use_tanh_gelu"]
+    assert f"registered 2 {placed}" in output

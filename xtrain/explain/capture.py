@@ -1,0 +1,249 @@
+"""Run one training forward through xtrain.compile and keep what each pass saw."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+import xtrain
+from xtrain import passes as graph_passes
+from xtrain import torch_compat
+from xtrain.compiler import entries
+from xtrain.compiler.backend import Backend
+from xtrain.compiler.report import Report
+from xtrain.compiler.session import Session, SiteError
+from xtrain.explain.changes import Changes, Stage, follow
+from xtrain.explain.errors import ExplainError
+from xtrain.explain.snapshot import Snapshot, parameter_path, snapshot
+from xtrain.explain.subject import Subject
+from xtrain.passes import fx_utils
+from xtrain.passes.insert_residual_dropout import InsertResult
+from xtrain.passes.residual_sites import find_residual_sites
+
+
+@dataclass
+class SiteMark:
+    """Where a residual site stands in a graph.
+
+    names:      the sites of the report that it is: several in a graph that layers share.
+    covered_by: "xtrain", "model", or "" with a reason.
+    add:        key of the traced add; own: of the model's own dropout on the branch, or "".
+    dropout:    key of the compiled op that draws the mask, "" where none of ours does.
+    """
+
+    names: list[str]
+    kind: str
+    covered_by: str
+    reason: str
+    add: str
+    own: str
+    dropout: str = ""
+
+    @property
+    def label(self) -> str:
+        """What to call it in a line of text."""
+        return ", ".join(self.names) or f"{self.kind} without dropout"
+
+
+@dataclass
+class GraphRecord:
+    """One graph: as traced, as compiled, what happened between, its sites."""
+
+    before: Snapshot
+    after: Snapshot = field(default_factory=Snapshot)
+    stages: list[Stage] = field(default_factory=list)
+    changes: Changes = field(default_factory=Changes)
+    sites: list[SiteMark] = field(default_factory=list)
+
+
+@dataclass
+class Explanation:
+    """What one training forward showed. `refusal` is what strict mode raises, "" if nothing."""
+
+    subject: Subject
+    options: dict[str, Any]
+    report: Report
+    graphs: list[GraphRecord]
+    graph_breaks: list[tuple[str, str]]
+    refusal: str = ""
+
+
+def explain(
+    subject: Subject, *, dtype: str = "fp32", passes: Sequence[Any] = (), **options: Any
+) -> Explanation:
+    """Compile and run one training forward of a model; strict mode's refusal does not end it.
+
+    Args:     dtype: "fp32", or "bf16" for a forward under autocast.
+              passes, options: as for xtrain.compile; backend "aot_eager", seed 0.
+    Raises:   ExplainError if no residual site is found or the model's own forward fails.
+    """
+    try:
+        found = _run(subject, dtype, passes, {**options, "strict": True})
+    except SiteError as error:
+        found = _run(subject, dtype, passes, {**options, "strict": False})
+        found.refusal = str(error)
+    if not found.report.sites and not found.report.uncovered:
+        raise ExplainError(
+            f"no residual sites in {subject.title}: no branch with a projection is added back onto "
+            "the value that it reads"
+        )
+    return found
+
+
+def _run(subject: Subject, dtype: str, passes: Sequence[Any], options: dict[str, Any]) -> Any:
+    model = subject.model.train()
+    try:
+        compiled = xtrain.compile(model, seed=0, backend="aot_eager", passes=passes, **options)
+    except (TypeError, ValueError) as error:  # what --disable-pass or --pass names
+        raise ExplainError(str(error)) from None
+    backend = _WatchedBackend(compiled._session)
+    entry = torch.compile(
+        torch_compat.fresh_entry(entries.call_module, "xtrain_explain"), backend=backend
+    )
+    compiled._entries = {True: functools.partial(entry, model), False: model}
+    breaks = len(torch_compat.graph_breaks())
+    autocast = (
+        torch.autocast("cpu", torch.bfloat16) if dtype == "bf16" else contextlib.nullcontext()
+    )
+    with autocast:
+        try:
+            compiled(*subject.args, **subject.kwargs)
+        except SiteError:
+            raise
+        except graph_passes.PassError as error:
+            raise ExplainError(str(error)) from error
+        except Exception as error:
+            _check_runs_alone(subject, model, error)
+            raise
+    report = compiled.report()
+    return Explanation(
+        subject,
+        {**options, "dtype": dtype},
+        report,
+        backend.graphs,
+        torch_compat.graph_breaks()[breaks:],
+    )
+
+
+def _check_runs_alone(subject: Subject, model: nn.Module, error: Exception) -> None:
+    """Raise ExplainError if the model's own forward fails on these inputs; else it is our fault."""
+    try:
+        model(*subject.args, **subject.kwargs)
+    except Exception as own:
+        raise ExplainError(
+            f"the forward of {subject.title} fails by itself: {type(own).__name__}: {own}"
+        ) from error
+
+
+class _WatchedBackend(Backend):
+    """The backend of training graphs, keeping each graph before, between and after the passes."""
+
+    def __init__(self, session: Session):
+        super().__init__(session, training=True)
+        self.graphs: list[GraphRecord] = []
+        self._paths = {id(p): name for name, p in session.model.named_parameters()}
+        self._frame = ("", "")
+
+    def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        self._frame = self._frame_path(module, example_inputs)
+        record = GraphRecord(self._snapshot(module))
+        self.graphs.append(record)
+        try:
+            compiled = super().__call__(module, example_inputs)
+        except BaseException:
+            self.graphs.remove(record)  # Dynamo may call again with another trace
+            raise
+        self._finish(record)
+
+        def run(*inputs: Any) -> Any:
+            call = self.session.call
+            start = len(call.executed) if call is not None else 0
+            result = compiled(*inputs)
+            if call is not None:
+                names = [site.name for site in call.executed[start:]]
+                covered = [mark for mark in record.sites if mark.covered_by]
+                for mark, name in zip(covered, names, strict=False):
+                    mark.names += [name] if name not in mark.names else []
+            return result
+
+        return run
+
+    def _passes(self, *args: Any, **kwargs: Any) -> list[graph_passes.Pass]:
+        return [replace(p, run=self._watched(p)) for p in super()._passes(*args, **kwargs)]
+
+    def _watched(self, entry: graph_passes.Pass) -> graph_passes.runner.PassFn:
+        def run(graph: fx.Graph) -> graph_passes.PassResult | None:
+            record, module = self.graphs[-1], graph.owning_module
+            assert module is not None
+            before = self._snapshot(module)
+            sites = (
+                list(_sites(graph)) if entry.name == graph_passes.INSERT_RESIDUAL_DROPOUT else []
+            )
+            result = entry.run(graph)
+            if isinstance(result, InsertResult) and len(result.slots) == len(sites):
+                record.sites = [
+                    SiteMark([], slot.kind, slot.covered_by, slot.reason, add, own)
+                    for slot, (add, own) in zip(result.slots, sites, strict=True)
+                ]
+            record.stages.append(Stage(entry.name, before, self._snapshot(module)))
+            return result
+
+        return run
+
+    def _compile(self, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        module = next(a for a in args if isinstance(a, fx.GraphModule))
+        self.graphs[-1].after = self._snapshot(module)
+        return super()._compile(*args, **kwargs)
+
+    def _finish(self, record: GraphRecord) -> None:
+        keys = record.after.by_key().keys()
+        while record.stages and record.stages[-1].after.by_key().keys() != keys:
+            record.stages.pop()  # a pass behind it failed, and the graph of all these was dropped
+        record.changes = follow(record.before, record.after, record.stages)
+        ours = [mark for mark in record.sites if mark.covered_by == "xtrain"]
+        for node in record.after.nodes:
+            if node.row is not None and node.row < len(ours):
+                ours[node.row].dropout = node.key
+
+    def _snapshot(self, module: fx.GraphModule) -> Snapshot:
+        return snapshot(module, self._block_of)
+
+    def _block_of(self, path: str) -> str | None:
+        local, real = self._frame
+        if local and (path == local or path.startswith(f"{local}.")):
+            path = (real + path.removeprefix(local)).removeprefix(".")
+        return self.session.blocks.block_of(path)
+
+    def _frame_path(self, module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[str, str]:
+        """The variable that holds a module in the frame of a piece, and that module's path.
+
+        A parameter tells: the piece calls it self.mlp.weight, the model layers.0.mlp.weight.
+        """
+        placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
+        for node, value in zip(placeholders, inputs, strict=False):
+            path, local = self._paths.get(id(value)), parameter_path(node)
+            variable, _, rest = local.partition(".")
+            if path is not None and rest and f".{path}".endswith(f".{rest}"):
+                return variable, path.removesuffix(rest).removesuffix(".")
+        return "", ""
+
+
+def _sites(graph: fx.Graph, prefix: str = "") -> Any:
+    """Yield (key of the add, key of the model's own dropout) in the order of the pass's slots."""
+    by_add: dict[fx.Node, list[Any]] = {}
+    for site in find_residual_sites(graph):
+        by_add.setdefault(site.add, []).append(site)
+    for node in graph.nodes:
+        for site in by_add.get(node, ()):
+            yield prefix + node.name, prefix + site.own.name if site.own is not None else ""
+        transparent = bool(fx_utils.body_operands(node))
+        for body in fx_utils.called_bodies(node):
+            for add, own in _sites(body.graph, f"{prefix}{node.name}/"):
+                if transparent or not own:
+                    yield add, own

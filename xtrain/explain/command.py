@@ -1,0 +1,160 @@
+"""`python -m xtrain.explain`: parsing, what is written where, exit codes. No torch here."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import sys
+import tomllib
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from xtrain.command_line import Parser, exit_codes, limit_spinning
+from xtrain.config import PRESETS
+from xtrain.explain.errors import ExplainError, kind_of
+
+EXAMPLES = """\
+examples:
+  python -m xtrain.explain small                                 a preset of ours
+  python -m xtrain.explain path/to/llama --html page.html        a folder with a HF config.json
+  python -m xtrain.explain path/to/llama --layers 2 --hidden 64 --dtype bf16
+  python -m xtrain.explain my_models:build --existing replace    a function that returns a model,
+                                                                 or (model, inputs)
+
+Weights are drawn, not loaded. The site table is that of CompiledModel.report(); "left alone" says
+why a match was not swapped. Exit codes: 0, 1 the compile fails, 2 a wrong flag or model.
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    parser = Parser(
+        prog="python -m xtrain.explain",
+        description="What xtrain.compile finds in a model, and what it does to its graph.",
+        epilog=EXAMPLES,
+    )
+    add = parser.add_argument
+    add("model", metavar="MODEL", help=f"{', '.join(PRESETS)}, a HF config folder, module:function")
+    add("--dropout", type=float, default=0.1, metavar="P", help="in (0, 1] [0.1]")
+    add(
+        "--existing", choices=("skip", "replace"), default="skip", help="model's own dropout [skip]"
+    )
+    add("--kernels", choices=("auto", "triton", "off"), default="auto", help="swaps [auto]")
+    add("--logits", choices=("keep", "drop"), default="keep", help="in training [keep]")
+    add("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16: under autocast [fp32]")
+    add("--batch", type=_positive, default=2, metavar="B", help="samples of the forward [2]")
+    add("--seq", type=_positive, default=16, metavar="T", help="tokens of a sample [16]")
+    add("--layers", type=_positive, metavar="N", help="fewer layers [all; 2 if the model is large]")
+    add("--hidden", type=_positive, metavar="D", help="a narrower model, a multiple of 16")
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="any field of the model's configuration; may be given again",
+    )
+    add("--pass", action="append", default=[], metavar="M:F", help="a graph pass of yours, run too")
+    add("--disable-pass", action="append", default=[], metavar="NAME", help="leave a pass out")
+    add("--graph", action="store_true", help="print all of the graph, not one block of each kind")
+    add("--html", metavar="FILE", help="write one self-contained page, graphs side by side")
+    add("--json", metavar="FILE", help="write everything; -: to stdout, instead of the text")
+    add("--dump-graphs", metavar="DIR", help="write the graph before and after each pass")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Read the command line, explain the model, write what was asked for; return the exit code."""
+    args = build_parser().parse_args(arguments)
+    with exit_codes() as status:
+        changes = dict(_assignment(text) for text in args.set)
+        _check(args)
+        limit_spinning()
+        _quieten()
+        from xtrain.explain.capture import explain
+        from xtrain.explain.subject import imported, load
+
+        passes = [imported(name) for name in getattr(args, "pass")]
+        subject = load(
+            args.model,
+            layers=args.layers,
+            hidden=args.hidden,
+            changes=changes,
+            batch=args.batch,
+            seq=args.seq,
+        )
+        found = explain(
+            subject,
+            dtype=args.dtype,
+            passes=passes,
+            dropout=args.dropout,
+            existing=args.existing,
+            kernels=args.kernels,
+            logits=args.logits,
+            disable_passes=args.disable_pass,
+            dump_graphs=args.dump_graphs,
+        )
+        _write(found, args)
+    return status.code
+
+
+def _quieten() -> None:
+    """Leave warnings about graph breaks and fallbacks to the report, which lists them."""
+    warnings.simplefilter("ignore")
+    for name in ("torch._dynamo", "torch._functorch", "xtrain.passes"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _write(found: Any, args: argparse.Namespace) -> None:
+    if args.html:
+        from xtrain.explain.page import page
+
+        _write_file(args.html, page(found))
+    if args.json:
+        from xtrain.explain.as_json import as_json
+
+        text = json.dumps(as_json(found), indent=1) + "\n"
+        if args.json == "-":
+            sys.stdout.write(text)
+            return
+        _write_file(args.json, text)
+    from xtrain.explain.text import as_text
+
+    sys.stdout.write(as_text(found, whole_graph=args.graph))
+
+
+def _write_file(name: str, text: str) -> None:
+    try:
+        Path(name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ExplainError(f"cannot write {name}: {error.strerror}") from None
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse wrong values before torch is imported."""
+    kind_of(args.model)
+    if math.isnan(args.dropout) or not 0 < args.dropout <= 1:
+        raise ExplainError(f"--dropout must be in (0, 1], got {args.dropout:g}")
+    for flag, name in (("--html", args.html), ("--json", args.json)):
+        if name not in (None, "-") and not Path(name).absolute().parent.is_dir():
+            raise ExplainError(f"{flag}: there is no folder {Path(name).parent}")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def _assignment(text: str) -> tuple[str, Any]:
+    name, equals, value = (part.strip() for part in text.partition("="))
+    if not equals or not name:
+        raise ExplainError(f"--set takes key=value, got {text!r}")
+    try:
+        return name, tomllib.loads(f"value = {value}")["value"]
+    except (tomllib.TOMLDecodeError, KeyError):
+        return name, value  # text without quotes
