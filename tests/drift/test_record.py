@@ -15,6 +15,7 @@ from torch import nn
 from xtrain.drift import DriftError, Record, compare, record
 from xtrain.drift.models import Subject, derived_buffers, hash_weights
 from xtrain.drift.recording import Settings, record_prompts
+from xtrain.drift.report import as_text
 from xtrain.drift.values import to_float64
 
 
@@ -198,14 +199,24 @@ def test_inductor_keeps_block_outputs_and_the_logits_of_the_unobserved_run():
 
 
 def test_an_observer_effect_is_said():
-    """A backend that gives other numbers when block outputs are asked for."""
     from xtrain.drift.observe import Runner
 
     runner = Runner(decoder(), "aot_eager")
     assert runner.observer_effect == {"differs": False, "max_abs": 0.0}
-    runner._note_effect(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.25]))
-    runner._note_effect(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.125]))
+    runner.note_effect(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.25]))
+    runner.note_effect(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.125]))
     assert runner.observer_effect == {"differs": True, "max_abs": 0.25}
+
+    class Shy(Rowwise):
+        """Has a faster path where nobody watches, as some of torch's own modules do."""
+
+        def forward(self, input_ids):
+            return super().forward(input_ids) + (0.5 if self.layers[0]._forward_hooks else 0.0)
+
+    found = record(Shy(), tokens(), warm_up=1)
+    assert found.contents["observer_effect"] == {"differs": True, "max_abs": pytest.approx(0.5)}
+    assert "observer effect in A: watched, the logits move by 0.5" in as_text(compare(found, found))
+    assert record(Rowwise(), tokens(), warm_up=1).contents["observer_effect"]["differs"] is False
 
 
 def test_a_graph_break_is_one_line():

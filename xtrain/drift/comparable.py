@@ -78,14 +78,14 @@ def _structure(a: Record, b: Record) -> str | None:
         x, y = weights_a[name]["shape"], weights_b[name]["shape"]
         if x != y:
             return f"other models: {name} is {x} in A and {y} in B"
-    for x, y in zip(_logit_sizes(a), _logit_sizes(b), strict=True):
+    for x, y in zip(_logit_shapes(a), _logit_shapes(b), strict=False):
         if x != y:
-            return f"other models: {x} logits in A and {y} in B"
+            return f"other models: logits {list(x)} in A and {list(y)} in B"
     return None
 
 
-def _logit_sizes(record: Record) -> list[int]:
-    return [case.steps[0].logits()[0].shape[-1] for case in record.cases if case.steps]
+def _logit_shapes(record: Record) -> list[tuple[int, ...]]:
+    return [case.steps[0].logits()[0].shape for case in record.cases if case.steps]
 
 
 def _weights(a: Record, b: Record) -> str | None:

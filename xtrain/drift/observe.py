@@ -96,15 +96,17 @@ class Runner:
         if collector is not None:
             for path, block in zip(self.blocks, blocks, strict=True):
                 collector.add_block(path, block)
-            self._note_effect(logits, plain)
+            self.note_effect(logits, plain)
         return plain
 
     def _graph_result(self, path: str, function: Any, result: Any) -> None:
         if self._collector is not None:
             record_result(self._collector, path.removeprefix("model").lstrip("."), function, result)
 
-    def _note_effect(self, observed_logits: Tensor, plain: Tensor) -> None:
-        assert self.observer_effect is not None
+    def note_effect(self, observed_logits: Tensor, plain: Tensor) -> None:
+        """Compare the logits of a run that was watched with those of one that was not."""
+        if self.observer_effect is None:
+            self.observer_effect = {"differs": False, "max_abs": 0.0}
         if not torch.equal(observed_logits, plain):
             delta = (observed_logits.double() - plain.double()).abs().nan_to_num(posinf=torch.inf)
             worst = max(self.observer_effect["max_abs"], float(delta.max()))

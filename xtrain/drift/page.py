@@ -81,8 +81,8 @@ def _first(comparison: Comparison) -> list[str]:
         effect = record.contents["observer_effect"]
         if effect and effect["differs"]:
             parts.append(
-                f"<p>Observer effect in {side}: with block outputs observed, the logits move by "
-                f"{effect['max_abs']:.3g}. Those of the unobserved run are compared.</p>"
+                f"<p>Observer effect in {side}: watched, the logits move by "
+                f"{effect['max_abs']:.3g}.</p>"
             )
     return parts
 

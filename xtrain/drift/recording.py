@@ -200,10 +200,13 @@ class _Recording:
 
     def run(self, inputs: Mapping[str, Any], collector: Collector, *, ops: bool) -> Tensor:
         """Return the logits of a forward, cut to the vocabulary; the first one is warmed up."""
+        unobserved = None
         while self.warm:
-            self.runner(inputs, None)
+            unobserved = self.runner(inputs, None)
             self.warm -= 1
         logits = self.runner(inputs, collector, ops=ops)
+        if unobserved is not None:
+            self.runner.note_effect(logits, unobserved)
         return logits[..., : self.subject.vocab_size] if self.subject.vocab_size else logits
 
     def forward(self, inputs: Mapping[str, Any]) -> None:

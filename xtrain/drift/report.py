@@ -108,10 +108,16 @@ def _observer(comparison: Comparison) -> str:
         effect = record.contents["observer_effect"]
         if effect and effect["differs"]:
             lines.append(
-                f"observer effect in {side}: with block outputs observed the logits move by "
-                f"{effect['max_abs']:.3g}; those of the unobserved run are recorded"
+                f"observer effect in {side}: watched, the logits move by {effect['max_abs']:.3g}"
+                + _whose_logits(record)
             )
     return "\n".join(lines)
+
+
+def _whose_logits(record: Record) -> str:
+    if record.run["mode"] in ("aot_eager", "inductor"):
+        return "; those of the unwatched run are recorded"
+    return " (the model computes otherwise where modules have hooks); try --mode aot_eager"
 
 
 def _prompts(comparison: Comparison) -> str:
