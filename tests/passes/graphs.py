@@ -410,6 +410,7 @@ SPELLINGS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "torch.mul(x, 0.5) + h": lambda x, h, s: torch.mul(x, 0.5) + h,
     "x * s + h": lambda x, h, s: x * s + h,
     "s * x + h": lambda x, h, s: s * x + h,
+    "(x + b) * s + h + b": lambda x, h, s: (x + s.expand(D)) * s + h + s.expand(D),
     "(x + h) * 0.7": lambda x, h, s: (x + h) * 0.7,
     "x + (h + h)": lambda x, h, s: x + (h + h),
     "x - h": lambda x, h, s: x - h,

@@ -234,8 +234,8 @@ def _hazard(site: ResidualSite) -> str:
         return "the add writes into the branch, which others see through a view"
     if site.own is not None:
         after_own = _chain_to(site.own, site.branch)[:-1]
-        if any(fx_utils.op_name(n) in fx_utils.IN_PLACE_SCALING for n in after_own):
-            return "the model's own dropout cannot be replaced: it is scaled in place"
+        if any(fx_utils.op_name(n) in fx_utils.IN_PLACE_SCALING | _IN_PLACE for n in after_own):
+            return "the model's own dropout cannot be replaced: it is changed in place"
     return ""
 
 

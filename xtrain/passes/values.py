@@ -62,15 +62,19 @@ def _is_one_a_token(factor: object, value: object) -> bool:
 
 
 def _through(node: fx.Node) -> fx.Node | None:
-    """The one operand that a node passes on in another form, or None when it computes."""
+    """The one operand that a node passes on in another form, or None when it computes.
+
+    A stream that is scaled by parameters may be shifted by some as well.
+    """
     name = fx_utils.op_name(node)
     value = fx_utils.operand(node, 0, "input", "self")
     if name in fx_utils.VIEW_LIKE or name in fx_utils.DROPOUT:
         return value if isinstance(value, fx.Node) else None
-    if name in fx_utils.MUL or (name in fx_utils.DIV and "rounding_mode" not in node.kwargs):
+    is_division = name in fx_utils.DIV and "rounding_mode" not in node.kwargs
+    if is_division or name in fx_utils.MUL or name in fx_utils.ADD:
         other = fx_utils.operand(node, 1, "other")
         scaled = _scaled_operand(value, other)
-        if scaled is None and name in fx_utils.MUL:
+        if scaled is None and not is_division:
             scaled = _scaled_operand(other, value)
         return scaled
     return None
