@@ -28,7 +28,8 @@ class Margins:
     """Margins of a record that decodes."""
 
     by_step: tuple[float, ...]  # median over the prompts
-    first: float  # median over the first ENDS steps of all prompts
+    ends: int  # steps at each end: ENDS, or all there are
+    first: float  # median over the first `ends` steps of all prompts
     last: float
     loops: tuple[Loop, ...]
     num_prompts: int
@@ -63,6 +64,7 @@ def margins(record: Record) -> Margins | None:
     ends = min(ENDS, table.shape[1])
     return Margins(
         by_step=tuple(float(value) for value in np.median(table, axis=0)),
+        ends=ends,
         first=float(np.median(table[:, :ends])),
         last=float(np.median(table[:, -ends:])),
         loops=tuple(loops),

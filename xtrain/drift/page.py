@@ -26,7 +26,8 @@ h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .9rem; }
 th, td { text-align: left; padding: .25rem .9rem .25rem 0; border-bottom: 1px solid var(--line);
-  vertical-align: top; overflow-wrap: anywhere; }
+  vertical-align: top; }
+th { white-space: nowrap; }
 td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 code { font-size: .92em; overflow-wrap: anywhere; }
 svg { width: 100%; height: auto; max-width: 44rem; display: block; }
@@ -174,7 +175,8 @@ def _margins(comparison: Comparison) -> list[str]:
         for side, m in found
         if m is not None
     ]
-    headers = ("", "first 10 steps", "last 10 steps", "prompts that end in a loop")
+    ends = next(m.ends for _, m in found if m is not None)
+    headers = ("", f"first {ends} steps", f"last {ends} steps", "prompts that end in a loop")
     return ["<h2>Margins by step</h2>", plot, _table(headers, rows, numbers=(1, 2))]
 
 

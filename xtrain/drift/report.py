@@ -217,7 +217,8 @@ def _margins(comparison: Comparison) -> str:
         if starts:
             loops += f", from step {starts[len(starts) // 2]} (median)"
         rows.append((side, found.first, found.last, loops))
-    headers = ("", "median margin, first 10 steps", "last 10 steps", "end in a loop")
+        ends = found.ends
+    headers = ("", f"median margin, first {ends} steps", f"last {ends} steps", "end in a loop")
     return tabulate(rows, headers, floatfmt=".3g")
 
 

@@ -1,0 +1,97 @@
+"""Margins by step, axes and plots: against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import math
+import re
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from xtrain.drift import compare
+from xtrain.drift.margins import margins
+from xtrain.drift.models import Subject, hash_weights
+from xtrain.drift.page import page
+from xtrain.drift.recording import Settings, record_prompts
+from xtrain.drift.report import as_text
+from xtrain.drift.svg import Axis, line_plot, linear_axis, log_axis, scatter_plot
+
+
+class Counting(nn.Module):
+    """The margin is the number of tokens; token 3 wins, so that every text is a loop."""
+
+    def __init__(self, shift=0.0):
+        super().__init__()
+        self.shift = shift
+        self.layers = nn.ModuleList([nn.Sequential(nn.Identity()), nn.Sequential(nn.Identity())])
+
+    def forward(self, input_ids):
+        logits = torch.zeros(*input_ids.shape, 8)
+        logits[..., 3] = torch.arange(1.0, input_ids.shape[1] + 1)
+        x = logits + self.shift * torch.arange(8)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def decoded(model, num_tokens, *lengths):
+    prompts = [{"tokens": [1] * n, "text": "x" * n} for n in lengths]
+    subject = Subject(model, {"kind": "test"}, 8, None, weights=hash_weights(model))
+    subject.decode = lambda ids: "y" * len(ids)
+    return record_prompts(subject, prompts, Settings(num_tokens=num_tokens))
+
+
+def test_margins_by_step_and_at_both_ends():
+    found = margins(decoded(Counting(), 25, 1, 2, 6))
+    table = np.array([[n + step for step in range(25)] for n in (1, 2, 6)])
+    assert found.by_step == tuple(np.median(table, axis=0))
+    assert (found.ends, found.first, found.last) == (
+        10,
+        np.median(table[:, :10]),
+        np.median(table[:, -10:]),
+    )
+    assert [(loop.prompt, loop.start, loop.period) for loop in found.loops] == [
+        (n, 0, 1) for n in range(3)
+    ]
+
+
+def test_the_report_and_the_page_say_it():
+    a, b = decoded(Counting(), 12, 1, 4), decoded(Counting(2.0**-6), 12, 1, 4)
+    comparison = compare(a, b)
+    assert comparison.exit_code == 1
+    assert comparison.max_shift == 4 * 2.0**-6  # tokens 3 and 7 are four steps apart
+    smallest = comparison.smallest_margin
+    assert (smallest.prompt, smallest.step, smallest.margin) == (0, 0, 1.0)
+    text = as_text(comparison)
+    assert "median margin, first 10 steps" in text and "2 of 2 prompts" in text
+    assert "smallest margin: 1 (shift 0.0625) at prompt 0, step 0" in text and "after 'x'" in text
+    html = page(comparison)
+    for title in ("Growth by layer", "Margins against shifts", "Margins by step", "Environment"):
+        assert f"<h2>{title}</h2>" in html
+    for svg in re.findall(r"<svg.*?</svg>", html, re.S):
+        ElementTree.fromstring(svg)  # well-formed
+        assert "nan" not in svg
+    assert html.count('<circle class="dot s0"') >= 24
+
+
+def test_axes():
+    axis = log_axis([0.0, 3e-5, 0.2, math.inf], 100.0, 200.0)
+    assert (axis.low, axis.high) == (-5, 0)
+    assert axis(1e-5) == 100 and axis(1.0) == 200 and axis(10**-2.5) == pytest.approx(150)
+    assert axis(0.0) == 100 and axis(math.inf) == axis(math.nan) == 200
+    assert [label for _, label in axis.ticks()] == [f"1e{n}" for n in range(-5, 1)]
+    steps = linear_axis([0, 99], 0.0, 990.0)
+    assert [label for _, label in steps.ticks()] == ["0", "20", "40", "60", "80"]
+    assert steps.ticks()[1][0] == 200
+    assert [label for _, label in linear_axis([0, 1], 0.0, 1.0).ticks()] == ["0", "1"]
+    assert log_axis([], 0.0, 1.0)(0.5) > 0 and isinstance(log_axis([0.0], 0, 1), Axis)
+
+
+def test_text_in_plots_is_escaped():
+    text = scatter_plot("<&>", [(1e-3, 0.1, "s0", 'a "<b>"')], x_label="<", y_label="&", zero="0")
+    ElementTree.fromstring(text)
+    assert "<b>" not in text
+    ElementTree.fromstring(line_plot("t", [("a<", [1.0, math.nan])], x_label="x", y_label="y"))
