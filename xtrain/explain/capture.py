@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -149,6 +150,7 @@ class _WatchedBackend(Backend):
         self.graphs: list[GraphRecord] = []
         self._paths = {id(p): name for name, p in session.model.named_parameters()}
         self._frame = ("", "")
+        self._watching_ms: list[tuple[graph_passes.PassResult, float]] = []
 
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         self._frame = self._frame_path(module, example_inputs)
@@ -181,17 +183,21 @@ class _WatchedBackend(Backend):
         def run(graph: fx.Graph) -> graph_passes.PassResult | None:
             record, module = self.graphs[-1], graph.owning_module
             assert module is not None
+            start = time.perf_counter()
+            inserts = entry.name == graph_passes.INSERT_RESIDUAL_DROPOUT
+            sites = list(_sites(graph)) if inserts else []
             before = self._snapshot(module)
-            sites = (
-                list(_sites(graph)) if entry.name == graph_passes.INSERT_RESIDUAL_DROPOUT else []
-            )
+            spent = time.perf_counter() - start
             result = entry.run(graph)
+            start = time.perf_counter()
             if isinstance(result, InsertResult) and len(result.slots) == len(sites):
                 record.sites = [
                     SiteMark([], slot.kind, slot.covered_by, slot.reason, add, own)
                     for slot, (add, own) in zip(result.slots, sites, strict=True)
                 ]
             record.stages.append(Stage(entry.name, before, self._snapshot(module)))
+            result = graph_passes.PassResult() if result is None else result
+            self._watching_ms.append((result, (spent + time.perf_counter() - start) * 1e3))
             return result
 
         return run
@@ -205,6 +211,9 @@ class _WatchedBackend(Backend):
         keys = record.after.by_key().keys()
         while record.stages and record.stages[-1].after.by_key().keys() != keys:
             record.stages.pop()  # a pass behind it failed, and the graph of all these was dropped
+        for result, watching in self._watching_ms:  # the runner timed that as well
+            result.time_ms -= watching
+        self._watching_ms.clear()
         record.changes = follow(record.before, record.after, record.stages)
         ours = [mark for mark in record.sites if mark.covered_by == "xtrain"]
         for node in record.after.nodes:

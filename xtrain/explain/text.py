@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate
@@ -152,19 +154,29 @@ def _refusals(explanation: Explanation) -> str:
 def remarks(explanation: Explanation) -> list[str]:
     """Return what is said in a line each: breaks, unseeded dropout, notes, strict mode."""
     report = explanation.report
-    breaks = Counter((place, first_line(reason)) for place, reason in explanation.graph_breaks)
-    lines = [
-        f"graph break at {place}: {reason}" + (f" ({count} times)" if count > 1 else "")
-        for (place, reason), count in breaks.items()
-    ]
-    if not breaks:
+    lines = counted(
+        f"graph break at {short_place(place)}: {first_line(reason)}"
+        for place, reason in explanation.graph_breaks
+    )
+    if not lines:
         count = len(explanation.graphs)
         lines.append("no graph break" if count == 1 else f"no graph break; {count} graphs")
     lines += [f"uncovered: {line}" for line in report.uncovered]
-    lines += [f"unseeded: {line}" for line in report.unseeded] or ["no unseeded dropout"]
+    unseeded = (re.sub(r"(?<=\.)\d+(?=\.|$)", "*", line) for line in report.unseeded)
+    lines += counted(f"unseeded: {line}" for line in unseeded) or ["no unseeded dropout"]
     lines += [f"note: {line}" for line in report.notes]
     verdict = f"would raise: {explanation.refusal}" if explanation.refusal else "accepts the model"
     return [*lines, f"strict mode {verdict}"]
+
+
+def counted(lines: Iterable[str]) -> list[str]:
+    """Return each line once, with how often it came."""
+    return [f"{x} ({n} times)" if n > 1 else x for x, n in Counter(lines).items()]
+
+
+def short_place(place: str) -> str:
+    """Return a file's place as a reader knows it: from its package on, or from this folder."""
+    return place.rpartition("site-packages/")[2].removeprefix(f"{Path.cwd()}/")
 
 
 def first_line(reason: str) -> str:
