@@ -356,9 +356,13 @@ def has_triton() -> bool:
     return _HAS_TRITON
 
 
-def wants_another_trace(error: BaseException) -> bool:
-    """Return whether a backend's exception asks Dynamo to trace the frame anew: no failure."""
-    return isinstance(error, torch._dynamo.exc.RestartAnalysis)
+def is_for_dynamo(error: BaseException) -> bool:
+    """Return whether a backend's exception is for Dynamo to answer rather than a failure.
+
+    It traces the frame anew, or breaks the graph where a size depends on data.
+    """
+    exc = torch._dynamo.exc
+    return isinstance(error, (exc.RestartAnalysis, *exc.exceptions_allowed_to_be_fallback))
 
 
 def guarded_float(value: torch.SymFloat) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -44,6 +45,9 @@ def test_guarded_float_is_the_number_to_the_bit():
     assert found == [0.1 + 0.2, 0.5]
 
 
-def test_a_request_to_trace_anew_is_told_from_a_failure():
-    assert torch_compat.wants_another_trace(torch._dynamo.exc.RestartAnalysis())
-    assert not torch_compat.wants_another_trace(RuntimeError())
+def test_what_dynamo_answers_is_told_from_a_failure():
+    with FakeTensorMode(), pytest.raises(Exception) as raised:
+        torch.ones(1).item()  # a number that depends on data: Dynamo breaks the graph there
+    assert torch_compat.is_for_dynamo(raised.value)
+    assert torch_compat.is_for_dynamo(torch._dynamo.exc.RestartAnalysis())
+    assert not torch_compat.is_for_dynamo(RuntimeError())

@@ -101,7 +101,7 @@ def compile_swapped(
     except Exception as error:
         blamed = getattr(error, "pass_name", "")
         theirs = blamed not in passes.PASSES if blamed else has_theirs
-        if theirs or torch_compat.wants_another_trace(error):
+        if theirs or torch_compat.is_for_dynamo(error):
             raise
         compiled = compile_graph(module, inputs)  # raises where the swaps are not at fault
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
