@@ -238,6 +238,17 @@ def test_what_is_refused_with_its_reason(rotation, reason):
     assert_left_alone(swap, rotation, *q_and_k(), reason=reason)
 
 
+def test_learnt_angles_keep_their_gradient():
+    f = torch.randn(T, H // 2, requires_grad=True)
+
+    def learnt(q, f):
+        cos, sin = f.cos(), f.sin()
+        a, b = q.chunk(2, -1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+    assert_left_alone(swap, learnt, q_and_k()[0], f, reason="its angles are learnt")
+
+
 def other_sign(q, k):
     """A reflection, no rotation."""
     cos, sin = tables(q)

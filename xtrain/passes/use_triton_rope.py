@@ -8,7 +8,7 @@ Stage:   normalised graph.     Changes numerics: within tolerance; products are 
 Anchor:  the sum or the cat that ends a rotation; spellings in rope_patterns.py.
 Needs:   heads and tokens in dims 1 and 2, in either order; tables as wide as x must show that both
          members of a pair share an angle (cat((f, f), -1) on the way to cos).
-Skips:   tables whose making the graph does not show, other ranks, one token alone.
+Skips:   tables whose making the graph does not show, learnt angles, other ranks, one token alone.
 """
 
 from __future__ import annotations
@@ -122,6 +122,8 @@ def _heads_first(turn: Turn) -> bool:
     for table in tables:
         if table is None or not table.dtype.is_floating_point or table.ndim > 4:
             raise Refused("cos and sin are no tables of floats")
+        if table.requires_grad:
+            raise Refused("its angles are learnt: the op gives cos and sin no gradient")
         shapes.append((*(1,) * (4 - table.ndim), *table.shape))
     (b, first, second, width), other = shapes
     columns = turn.width if turn.whole_tables else turn.width // 2
