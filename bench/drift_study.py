@@ -56,7 +56,7 @@ def main() -> int:
     args.work.mkdir(parents=True, exist_ok=True)
     run = args.run or train(args.work)
     prompts = write_prompts(args.work, args.prompts)
-    ops = child(args.work / "ops.json", ["ops", f"--factor=ATEN_CPU_CAPABILITY={','.join(LEVELS)}"])
+    ops = measure_ops(args.work, args.python)
     levels = f"ATEN_CPU_CAPABILITY={','.join((*LEVELS, 'avx512'))}"
     few = args.work / "prompts_few.txt"  # of the settings, each of which is a run of its own
     few.write_text("".join(prompts[0].read_text().splitlines(keepends=True)[:FEW]))
@@ -68,15 +68,21 @@ def main() -> int:
     compiled = child(
         args.work / "compiled.json", ["bisect", *shared, "--factor=mode=eager,aot_eager,inductor"]
     )
+    selectors = child(
+        args.work / "selectors.json",
+        ["bisect", *shared, "--factor=MKL_CBWR=unset,COMPATIBLE,AVX2"],
+    )
     versions = None
     if args.python:
-        factor = f"--factor=python={sys.executable},{args.python}"
+        factor = f"--factor=python={','.join([sys.executable, *args.python])}"
         versions = child(args.work / "versions.json", ["bisect", *shared, factor, "--packages"])
     margins = measure_margins(args.work, run, prompts, args.tokens)
     environment = Record(args.work / f"{LEVELS[0]}_000.drift").environment
-    text = page(ops, [settings, compiled, versions], margins, environment, args)
-    if args.python:
-        text = text.replace(args.python, "OTHER_VENV")
+    bisects = {"settings": settings, "selectors": selectors, "compiled": compiled}
+    text = page(ops, bisects | {"versions": versions}, margins, environment, args)
+    for path, name in zip(args.python, names_of(versions), strict=True):
+        text = text.replace(f"python={path}", name).replace(path, name)
+    text = text.replace(sys.executable, f"torch {environment['torch.version']}")
     args.out.write_text(text, encoding="utf-8")
     print(f"wrote {args.out}")
     return 0
@@ -89,7 +95,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--run", help="a trained run with the byte tokenizer; default: train one")
-    add("--python", help="a virtual environment with another torch")
+    add("--python", nargs="*", default=[], metavar="VENV", help="environments with another torch")
     add("--prompts", type=int, default=200)
     add("--tokens", type=int, default=100)
     add("--work", type=Path, default=Path("runs/drift-study"), help="folder of the records")
@@ -128,6 +134,34 @@ def child(out: Path, arguments: list[str]) -> dict | list:
         if not out.exists():
             raise SystemExit(f"failed: {done.error}")
     return json.loads(out.read_text(encoding="utf-8"))
+
+
+def measure_ops(work: Path, pythons: list[str]) -> dict[str, list]:
+    """Return what moves which op, by the setting's name."""
+    factors = {
+        "ATEN_CPU_CAPABILITY": ",".join(LEVELS),
+        "MKL_CBWR": "COMPATIBLE,AVX2",
+        "ONEDNN_MAX_CPU_ISA": "AVX2,AVX512_CORE_BF16",
+        "threads": "1,2",
+    }
+    settings = [f"{name}={values}" for name, values in factors.items()]
+    settings += [f"python={sys.executable},{path}" for path in pythons]
+    found = {}
+    for number, setting in enumerate(settings):
+        arguments = ["ops", f"--factor={setting}"]
+        if setting.startswith("ONEDNN"):
+            arguments.append("--dtype=bf16")  # fp32 products are MKL's
+        found[setting] = child(work / f"ops_{number}.json", arguments)
+    return found
+
+
+def names_of(versions: dict | None) -> list[str]:
+    """Return the torch of each other environment, in the order that they were given."""
+    names: dict[str, str] = {}
+    for package in versions["packages"] if versions else ():
+        if package["package"] == "torch":
+            names[package["python"]] = f"torch {package['to']}"
+    return list(names.values())
 
 
 def measure_margins(work: Path, run: str, prompts: list[Path], num_tokens: int) -> Margins:
@@ -176,16 +210,19 @@ def gather(found: Margins, a: Path, b: Path) -> None:
 
 def page(ops, bisects, margins: Margins, environment: dict, args) -> str:
     """Return the study as Markdown."""
-    settings, compiled, versions = bisects
+    versions = bisects["versions"]
     parts = [
         "# Drift study: which settings move the numbers of a model trained here",
         _setup(environment, args),
         "## Which setting, which op, how far",
-        _bisect_table(settings),
-        "Threads, instruction sets and batch sizes, alone and in pairs. " + _lines(settings),
+        _bisect_table(bisects["settings"]),
+        "Threads, instruction sets and batch sizes, alone and in pairs. "
+        + _lines(bisects["settings"]),
+        _bisect_table(bisects["selectors"]),
+        "What MKL may use, at one ATen level. " + _lines(bisects["selectors"]),
         "## Eager against compiled",
-        _bisect_table(compiled),
-        "All padded to one length. " + _lines(compiled),
+        _bisect_table(bisects["compiled"]),
+        "All padded to one length. " + _lines(bisects["compiled"]),
     ]
     if versions is not None:
         parts += [
@@ -196,14 +233,14 @@ def page(ops, bisects, margins: Margins, environment: dict, args) -> str:
         ]
     parts += [
         "## Which ops keep their bits",
-        _ops_table(ops),
+        *(_ops_table(setting, rows) for setting, rows in ops.items()),
         "## Can a token flip",
         _margins_text(margins, args),
         "## Not measured",
         "CPU against GPU, and more than two threads: this machine has two cores and no GPU. "
         "`--device cuda` in the same commands records there; compare needs neither machine.",
         "## Reproduce",
-        f"```\npython bench/drift_study.py{' --python OTHER_VENV' if versions else ''}\n```",
+        f"```\npython bench/drift_study.py{' --python VENV ...' if versions else ''}\n```",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -251,14 +288,18 @@ def _packages(found: dict) -> str:
     return ". ".join(words) + "." if words else ""
 
 
-def _ops_table(ops: list) -> str:
+def _ops_table(setting: str, ops: list) -> str:
     moved = sorted((row for row in ops if row["first"]), key=lambda row: row["first"])
     rows = [(f"`{row['op']}`", row["first"], f"`{row['picture'][:32]}`") for row in moved]
     same = ", ".join(f"`{row['op']}`" for row in ops if row["first"] is None)
     table = tabulate(
         rows, ("op", "differs from row length", "row lengths 1 to 32"), tablefmt="github"
     )
-    title = "`ATEN_CPU_CAPABILITY` default against avx2, 64 rows."
+    name, _, values = setting.partition("=")
+    dtype = ", bf16" if name.startswith("ONEDNN") else ""
+    title = f"**{name}: {' against '.join(values.split(','))}**, 64 rows{dtype}."
+    if not rows:
+        return f"{title} Every op keeps its bits at every length."
     return f"{title}\n\n{table}\n\nEqual at every length: {same}."
 
 

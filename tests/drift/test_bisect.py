@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from xtrain.drift import factors
+from xtrain.drift import factors, packages
 from xtrain.drift.bisect_runs import Plan, Run, effects, groups, interactions
 from xtrain.drift.command import main
 from xtrain.drift.factors import Factor, run_child
@@ -19,6 +20,7 @@ from xtrain.drift.ops_command import OpRow, picture
 
 SITE = """
 import os
+import subprocess
 from torch.nn import functional as F
 silu = F.silu
 if os.environ.get("DRIFT_A") == "1":
@@ -215,3 +217,39 @@ def test_the_picture():
     same = picture(rows[:1], [Factor("threads", ("1", "2"))])
     assert same.endswith("every op keeps its bits at every length\n")
     assert np.array_equal([row.first for row in rows], [None, 2])
+
+
+# --- one package at a time -----------------------------------------------------------------------
+
+
+def test_one_package_of_another_environment(tmp_path):
+    """Of two packages there, one is put before this environment's own; its neighbour is not."""
+    site = tmp_path / "site"
+    for name, version in (("safetensors", "9.9"), ("numpy", "8.8")):
+        (site / name).mkdir(parents=True)
+        (site / name / "__init__.py").write_text(f"__version__ = {version!r}\n")
+        info = site / f"{name}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (site / "only_there.py").write_text("here = True\n")
+    here = packages.listing(sys.executable)
+    assert here["version"] == list(sys.version_info[:2])
+    assert (
+        here["packages"]["numpy"][0] == np.__version__ and "numpy" in here["packages"]["numpy"][1]
+    )
+    there = {"version": here["version"], "site": str(site), "packages": {}}
+    for name, version in (("safetensors", "9.9"), ("numpy", "8.8"), ("tabulate", "1.0")):
+        there["packages"][name] = [version, [name, f"{name}-{version}.dist-info"]]
+    found = packages.differing(here, there)
+    assert [(name, new) for name, _, new in found] == [("numpy", "8.8"), ("safetensors", "9.9")]
+
+    overlay = packages.make_overlay(tmp_path / "overlay", there, "safetensors")
+    code = f"""
+import sys
+{packages.path_of(overlay, str(site))}
+import numpy, only_there, safetensors
+from importlib import metadata
+print(safetensors.__version__, metadata.version("safetensors"), numpy.__version__)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["9.9", "9.9", np.__version__]

@@ -57,7 +57,7 @@ def one_at_a_time(
             progress(f"{name} {old} -> {new}")
             out = folder / f"package_{len(found):03d}.drift"
             overlay = make_overlay(folder / f"overlay_{len(found):03d}", second, name)
-            bootstrap = f"sys.path.insert(1, {str(overlay)!r}); sys.path.append({second['site']!r})"
+            bootstrap = path_of(overlay, second["site"])
             setting = dict(zip(names, plan.baseline, strict=True))
             child = run_child([*arguments, "--out", str(out)], setting, bootstrap=bootstrap)
             divergence = None
@@ -65,6 +65,7 @@ def one_at_a_time(
                 divergence = compare(baseline, Record(out)).first_divergence
             found.append(
                 {
+                    "python": value,
                     "package": name,
                     "from": old,
                     "to": new,
@@ -92,6 +93,11 @@ def differing(first: dict[str, Any], second: dict[str, Any]) -> list[tuple[str, 
         and name in second["packages"]
         and first["packages"][name][0] != second["packages"][name][0]
     ]
+
+
+def path_of(overlay: Path, site: str) -> str:
+    """Return the Python that puts an overlay first, and the other environment last."""
+    return f"sys.path.insert(1, {str(overlay)!r}); sys.path.append({site!r})"
 
 
 def make_overlay(overlay: Path, source: dict[str, Any], package: str) -> Path:
