@@ -11,6 +11,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from xtrain import passes as graph_passes
 from xtrain import torch_compat
 from xtrain.compiler import data_parallel, entries
 from xtrain.compiler.options import Options
-from xtrain.compiler.report import Report
+from xtrain.compiler.report import Report, Site
 from xtrain.compiler.session import Call, Session, SiteError, check_executed
 from xtrain.compiler.step_keys import ReplayLedger, StepKey, StepKeys
 
@@ -48,9 +49,14 @@ class CompiledModel(nn.Module):
 
     Parameters, buffers, submodules and their names are shared with the inner model, so state_dict,
     optimisers and wrappers see no prefix; other attributes fall through. `inner` is the model.
+    Its `__class__` is the model's too: trainers ask isinstance(model, PreTrainedModel), and read
+    the names of labels off the class.
     """
 
-    _OWN = frozenset({"_session", "_inner", "_entries", "_group", "_replays", "forward"})
+    # accelerate keeps the forward that it wraps as _original_forward, and looks for it there.
+    _OWN = frozenset(
+        {"_session", "_inner", "_entries", "_group", "_replays", "forward", "_original_forward"}
+    )
 
     def __init__(
         self,
@@ -82,7 +88,7 @@ class CompiledModel(nn.Module):
                 training: functools.partial(entry, model)
                 for training, entry in own["_entries"].items()
             }
-        own["forward"] = _with_signature(self._forward, model.forward)
+        own["forward"] = MethodType(_forward_like(model.forward), self)
 
     # --- what is ours ---------------------------------------------------------------------------
 
@@ -116,10 +122,20 @@ class CompiledModel(nn.Module):
         report.sites = sorted(session.sites.values(), key=lambda s: s.layer)
         return report
 
+    @property
+    def last_executed_sites(self) -> tuple[Site, ...]:
+        """The sites whose dropout ran in the last forward through this object, in running order.
+
+        Empty after an evaluation forward, with dropout 0 and before the first forward. Calls that
+        reach the inner model past this object leave it as it was.
+        """
+        return self._session.last_executed
+
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         session: Session = self._session
         training = self._inner.training
         tensors = entries.tensors_in(args, kwargs)
+        session.last_executed = ()
         call = self._begin(tensors) if training and session.options.dropout > 0 else None
         session.shapes.note(tensors)
         session.shapes.mark(tensors)
@@ -127,6 +143,7 @@ class CompiledModel(nn.Module):
             with torch_compat.trace_config(**entries.trace_overrides(self._session.per_block)):
                 result = self._entries[training](*args, **kwargs)
         if call is not None:
+            session.last_executed = tuple(call.executed)
             check_executed(session, call)
         return result
 
@@ -143,6 +160,12 @@ class CompiledModel(nn.Module):
         return Call(key, batch)
 
     # --- what is the model's --------------------------------------------------------------------
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The inner model's class; type() still says CompiledModel."""
+        inner = self.__dict__.get("_inner")
+        return CompiledModel if inner is None else inner.__class__
 
     @property
     def training(self) -> bool:
@@ -175,6 +198,12 @@ class CompiledModel(nn.Module):
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """Yield the inner model's modules, itself first."""
         return self._inner.named_modules(*args, **kwargs)
+
+    def _get_name(self) -> str:
+        return type(self).__name__
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(type(self))})
 
     def extra_repr(self) -> str:
         """Name the wrapped class and the options that matter."""
@@ -237,12 +266,20 @@ def _clean_errors() -> Iterator[None]:
         raise
 
 
-def _with_signature(function: Callable[..., Any], model_forward: Callable[..., Any]) -> Any:
-    """Return function under the signature of the model's forward: trainers inspect it."""
+def _forward_like(model_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return CompiledModel's forward under the signature of the model's: trainers inspect it.
+
+    A method, and without `__wrapped__`: who unwraps a forward must not end at the model's own,
+    which has no dropout.
+    """
 
     @functools.wraps(model_forward)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
+    def forward(self: CompiledModel, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(*args, **kwargs)
 
-    forward.__signature__ = inspect.signature(model_forward)  # type: ignore[attr-defined]
+    del forward.__wrapped__
+    signature = inspect.signature(model_forward)
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    free = [p for p in signature.parameters.values() if p.name != "self"]
+    forward.__signature__ = signature.replace(parameters=[own, *free])  # type: ignore[attr-defined]
     return forward

@@ -51,6 +51,7 @@ class Session:
         self.shapes = ShapeWatch(options.dynamic)
         self.sites: dict[tuple[str, str], Site] = {}
         self.report = Report()
+        self.last_executed: tuple[Site, ...] = ()
         self.ledger: ReplayLedger[torch.Tensor] = ReplayLedger()
         if options.logits == "drop" and (options.kernels == "off" or options.backend == "eager"):
             self.note("logits are kept: kernels='off' and backend='eager' swap no head and loss")
