@@ -246,10 +246,8 @@ def test_a_mask_of_symbolic_size_is_left_with_its_reason():
     compiled = xtrain.compile(model, dropout=P, backend="aot_eager", dynamic=True, strict=False)
     compiled(**labelled("llama")).loss.backward()
     reason = "its mask has symbolic sizes, so that it cannot be computed here"
-    num_graphs = compiled.report().num_train_graphs  # Dynamo compiles again to specialise floats
     assert skipped(compiled, "use_triton_sdpa") == {reason: 2}
-    found = counts(compiled)
-    assert list(found.values())[:4] == [5 * num_graphs, 4 * num_graphs, 2 * num_graphs, 0]
+    assert list(counts(compiled).values()) == [5, 4, 2, 0, 0, 4]
 
 
 def test_blocks_compiled_one_by_one():
