@@ -12,13 +12,14 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig, GPT2Config, LlamaConfig
+from transformers import AutoConfig, DeepseekV3Config, GPT2Config, LlamaConfig
 
 from xtrain import passes
 from xtrain.explain import subject
 from xtrain.explain.as_json import as_json
 from xtrain.explain.capture import explain
 from xtrain.explain.command import main
+from xtrain.explain.errors import ExplainError
 from xtrain.explain.page import page
 from xtrain.explain.shrink import shrink_hugging_face, shrunk_preset
 from xtrain.explain.text import as_text
@@ -310,11 +311,16 @@ def test_shrunk_configurations_keep_ratios_and_lists_of_layers(tmp_path):
     LlamaConfig(**LLAMA | dict(hidden_size=128, num_attention_heads=8, num_key_value_heads=2,
                 intermediate_size=512, num_hidden_layers=5)).save_pretrained(tmp_path)  # fmt: skip
     config = AutoConfig.from_pretrained(tmp_path)
-    config.layer_types = ["a", "b", "c", "d", "e"]
+    config.layer_types = ["a", "a", "a", "b", "a"]
+    config.window_of_layer = [1, 2, 3, 4, 5]
     shrink_hugging_face(config, layers=3, hidden=64)
-    assert (config.num_hidden_layers, config.layer_types) == (3, ["a", "b", "c"])
+    assert (config.num_hidden_layers, config.layer_types) == (3, ["a", "a", "b"])
+    assert config.window_of_layer == [1, 2, 4]
     assert (config.hidden_size, config.intermediate_size) == (64, 256)
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 1, 16)
+    split = DeepseekV3Config()
+    shrink_hugging_face(split, layers=1, hidden=64)
+    assert (split.qk_rope_head_dim, split.qk_nope_head_dim, split.qk_head_dim) == (16, 16, 32)
     values = shrunk_preset(PRESETS["8b"], layers=2, hidden=128)
     built = Config(**values)
     assert (built.n_layers, built.dim, built.ffn_hidden) == (2, 128, 448)
@@ -327,6 +333,9 @@ def test_a_large_model_is_built_with_two_layers_unless_told_otherwise(llama_fold
     loaded = subject.load(str(llama_folder), changes=deep)
     assert len(loaded.model.model.layers) == 2 and "2 of 3 layers" in loaded.facts[0]
     assert len(subject.load(str(llama_folder), layers=3).model.model.layers) == 3
+    monkeypatch.setattr(subject, "REFUSED_PARAMETERS", 2000)
+    with pytest.raises(ExplainError, match="--hidden 64 builds it narrower"):
+        subject.load(str(llama_folder))
     small = subject.load("small")
     assert len(small.model.blocks) == 2 and "2 of 4 layers" in small.facts[0]
 
@@ -375,7 +384,10 @@ assert not {"torch", "triton", "transformers"} & set(sys.modules)
         (["explained_models:nothing"], "must return an nn.Module, or (model, inputs); got int"),
         (["explained_models:raises"], "explained_models:raises() fails: RuntimeError: no weights"),
         (["explained_models:no_inputs"], "inputs cannot be guessed; return (model, inputs)"),
-        (["explained_models:wrong_inputs"], "fails by itself: RuntimeError: mat1 and mat2"),
+        (
+            ["explained_models:wrong_inputs"],
+            "the forward of explained_models:wrong_inputs fails by itself",
+        ),
         (["explained_models:plain"], "no residual sites in explained_models:plain"),
         (["explained_models:whole", "--layers", "1"], "--layers, --hidden and --set change"),
         (["tiny", "--pass", "explained_models:spoil"], "the graph pass 'spoil' failed with"),

@@ -139,6 +139,7 @@ def _check_runs_alone(subject: Subject, model: nn.Module, error: Exception) -> N
     except Exception as own:
         raise ExplainError(
             f"the forward of {subject.title} fails by itself: {type(own).__name__}: {own}"
+            f"{subject.advice}"
         ) from error
 
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import logging
 import math
+import os
 import sys
 import tomllib
 import warnings
@@ -102,10 +103,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _quieten() -> None:
-    """Leave warnings about graph breaks and fallbacks to the report, which lists them."""
+    """Leave warnings about graph breaks and fallbacks to the report, which lists them.
+
+    Who asks torch for its logs gets them.
+    """
+    if "TORCH_LOGS" in os.environ:
+        return
+    import torch  # noqa: F401  (sets the levels of its loggers)
+
     warnings.simplefilter("ignore")
-    for name in ("torch._dynamo", "torch._functorch", "xtrain.passes"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    for name in ("torch", "xtrain.passes"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def _write(found: Any, args: argparse.Namespace) -> None:

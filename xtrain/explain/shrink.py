@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from xtrain.explain.errors import ExplainError
@@ -28,6 +29,16 @@ _WIDTHS = (
 )
 _HEADS = ("num_attention_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads")
 HEAD_DIM = 16  # of a narrowed model: even, as rope needs it
+# Sizes within a head; where the query's is split, part of it is turned by rope and part is not.
+_HEAD_SIZES = {
+    "head_dim": HEAD_DIM,
+    "d_kv": HEAD_DIM,
+    "rotary_dim": HEAD_DIM // 2,
+    "v_head_dim": HEAD_DIM,
+    "qk_nope_head_dim": HEAD_DIM,
+    "qk_rope_head_dim": HEAD_DIM,
+    "qk_head_dim": 2 * HEAD_DIM,
+}
 
 
 def shrink_hugging_face(config: Any, *, layers: int | None, hidden: int | None) -> None:
@@ -48,12 +59,25 @@ def num_layers(config: Any) -> int | None:
 
 def _set_layers(config: Any, layers: int) -> None:
     before = {getattr(config, n) for n in _LAYERS if isinstance(getattr(config, n, None), int)}
+    lists: dict[str, list[Any]] = {}
     for name in _LAYERS:
         if isinstance(getattr(config, name, None), int):
             setattr(config, name, layers)
     for name, value in list(vars(config).items()):  # layer_types and other lists, one item a layer
         if isinstance(value, list) and len(value) in before:
-            setattr(config, name, value[:layers])
+            kinds = getattr(config, "layer_types", None)
+            kinds = kinds if isinstance(kinds, list) and len(kinds) == len(value) else value
+            kept = _one_of_each(kinds, layers)
+            lists[name] = [value[i] for i in kept]
+    for name, value in lists.items():
+        setattr(config, name, value)
+
+
+def _one_of_each(kinds: list[Any], count: int) -> list[int]:
+    """Return the places of `count` layers, in order: the first of each kind, then the earliest."""
+    firsts = [i for i, kind in enumerate(kinds) if kind not in kinds[:i]]
+    others = [i for i in range(len(kinds)) if i not in firsts]
+    return sorted([*firsts, *others][:count])
 
 
 def _set_width(config: Any, hidden: int) -> None:
@@ -76,9 +100,10 @@ def _set_width(config: Any, hidden: int) -> None:
             config.num_key_value_heads = max(1, fewer * groups // heads)
             if fewer % config.num_key_value_heads:
                 config.num_key_value_heads = 1
-    for name in ("head_dim", "d_kv"):
+    for name, size in _HEAD_SIZES.items():
         if isinstance(getattr(config, name, None), int):
-            setattr(config, name, HEAD_DIM)
+            with contextlib.suppress(AttributeError):  # some compute it from the others
+                setattr(config, name, size)
     config.hidden_size = hidden
 
 

@@ -20,16 +20,19 @@ from xtrain.explain.shrink import num_layers, shrink_hugging_face, shrunk_preset
 # repeats in every layer is seen in two, and memory and compile time stay small.
 MAX_PARAMETERS = 150_000_000
 DEFAULT_LAYERS = 2
+REFUSED_PARAMETERS = 2_000_000_000  # 8 GB
 
 
 @dataclass
 class Subject:
-    """A model and one training forward of it. `title` names it; `facts` say how it was built."""
+    """A model and one training forward of it. `title` names it, `facts` say how it
+    was built, `advice` what to change if the forward fails."""
 
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     title: str
+    advice: str = ""
     facts: list[str] = field(default_factory=list)
 
     @property
@@ -82,7 +85,7 @@ def _preset(
     except ValueError as error:
         raise ExplainError(f"preset {name}: {error}") from None
     tokens = _tokens(config.vocab_size, batch, min(seq, config.max_seq_len))
-    return Subject(Transformer(config), (tokens, tokens.clone()), {}, f"preset {name}", facts)
+    return Subject(Transformer(config), (tokens, tokens.clone()), {}, f"preset {name}", "", facts)
 
 
 def _hugging_face(
@@ -111,13 +114,15 @@ def _hugging_face(
             shrink_hugging_face(config, layers=DEFAULT_LAYERS, hidden=None)
             facts.append(f"{DEFAULT_LAYERS} of {total} layers (--layers builds more)")
         facts += _computable_experts(config)
+        _check_fits(config, layers, hidden)
         model = _class_of(config)._from_config(config)
     except ExplainError:
         raise
     except Exception as error:  # whatever the library finds wrong with the folder or the sizes
         raise ExplainError(f"cannot build {folder}: {_reason(error)}") from None
     title = f"{type(model).__name__} of {folder}"
-    return Subject(model, (), _inputs(model, folder, batch, seq), title, facts)
+    advice = "; --hidden knows the usual sizes, --set reaches the others" if hidden else ""
+    return Subject(model, (), _inputs(model, folder, batch, seq), title, advice, facts)
 
 
 def _change(config: Any, changes: dict[str, Any]) -> None:
@@ -156,9 +161,22 @@ def _computable_experts(config: Any) -> list[str]:
 
 
 def _is_large(config: Any) -> bool:
+    return _count(config) > MAX_PARAMETERS
+
+
+def _check_fits(config: Any, layers: int | None, hidden: int | None) -> None:
+    """Refuse what would fill a machine by surprise; who names a size gets it."""
+    if layers is None and hidden is None and (count := _count(config)) > REFUSED_PARAMETERS:
+        raise ExplainError(
+            f"{type(config).__name__}: {count / 1e9:.1f} G parameters even with few layers; "
+            "--hidden 64 builds it narrower, --layers 2 as it is"
+        )
+
+
+def _count(config: Any) -> int:
     with torch.device("meta"):
         model = _class_of(config)._from_config(config)
-    return sum(parameter.numel() for parameter in model.parameters()) > MAX_PARAMETERS
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _inputs(model: Any, folder: Path, batch: int, seq: int) -> dict[str, torch.Tensor]:
