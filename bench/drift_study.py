@@ -31,7 +31,7 @@ from xtrain.drift.record_folder import Record  # noqa: E402
 from xtrain.drift.report import context  # noqa: E402
 
 PIECE = 25  # prompts of one record of the margins: a few minutes of one core
-FEW = 8
+FEW, FEW_TOKENS = 8, 24
 LEVELS = ("default", "avx2")
 
 
@@ -60,7 +60,7 @@ def main() -> int:
     levels = f"ATEN_CPU_CAPABILITY={','.join((*LEVELS, 'avx512'))}"
     few = args.work / "prompts_few.txt"  # of the settings, each of which is a run of its own
     few.write_text("".join(prompts[0].read_text().splitlines(keepends=True)[:FEW]))
-    shared = [run, f"--prompts={few}", "--tokens=8", "--threads=1"]
+    shared = [run, f"--prompts={few}", f"--tokens={FEW_TOKENS}", "--threads=1"]
     settings = child(
         args.work / "bisect.json",
         ["bisect", *shared, "--factor=threads=1,2", f"--factor={levels}", "--factor=batch=1,8"],
@@ -253,7 +253,7 @@ def _setup(environment: dict, args) -> str:
         f"{environment['torch.version']}, {environment['torch.blas']}, "
         f"oneDNN {str(environment['torch.onednn']).split(' ')[0]}. Prompts: "
         f"{args.prompts} starts of lines of argparse.py with {args.tokens} greedy tokens each for "
-        f"the margins, {FEW} of them with 8 tokens for each setting. fp32. "
+        f"the margins, {FEW} of them with {FEW_TOKENS} tokens for each setting. fp32. "
         'Sizes are lower bounds where they say "at least" ([drift.md](drift.md)).'
     )
 

@@ -20,7 +20,6 @@ from xtrain.drift.ops_command import OpRow, picture
 
 SITE = """
 import os
-import subprocess
 from torch.nn import functional as F
 silu = F.silu
 if os.environ.get("DRIFT_A") == "1":
