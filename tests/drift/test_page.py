@@ -95,3 +95,14 @@ def test_text_in_plots_is_escaped():
     ElementTree.fromstring(text)
     assert "<b>" not in text
     ElementTree.fromstring(line_plot("t", [("a<", [1.0, math.nan])], x_label="x", y_label="y"))
+
+
+def test_of_many_prompts_those_that_differ_are_shown():
+    lengths = range(1, 31)
+    a, b = decoded(Counting(), 1, *lengths), decoded(Counting(), 1, *lengths)
+    step = b.cases[29].steps[0]
+    step.info["tokens"] = [5]  # as if it had chosen otherwise
+    text = as_text(compare(a, b))
+    rows = [line.split() for line in text.splitlines() if line.strip().startswith("29 ")]
+    assert rows and rows[0][:5] == ["29", "1", "same", "same", "differ"]
+    assert "(18 more rows)" in text and text.endswith("verdict 3: the tokens differ\n")

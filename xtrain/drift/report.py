@@ -95,7 +95,8 @@ def _changes(comparison: Comparison) -> str:
     if not comparison.changes:
         return "environment: the same"
     rows = [(c.name, _short(c.a), _short(c.b)) for c in comparison.changes]
-    text = "what differs in environment and run\n" + _table(rows, ("setting", "A", "B"))
+    table = tabulate(rows, ("setting", "A", "B"), disable_numparse=True)
+    text = f"what differs in environment and run\n{table}"
     names = {change.name for change in comparison.changes}
     if names >= {"run.mode", "run.pad_to"}:  # compiled modes pad by themselves
         text += "\nthe padding differs beside the mode; --pad-to auto records both alike"
@@ -122,7 +123,10 @@ def _whose_logits(record: Record) -> str:
 
 def _prompts(comparison: Comparison) -> str:
     rows = []
-    for p in comparison.prompts:
+    order = sorted(
+        comparison.prompts, key=lambda p: (p.tokens_equal, p.logits_equal, p.ops_equal, p.prompt)
+    )
+    for p in order:  # what differs is within the rows that are shown
         where = "-"
         if p.first_divergence:
             where = f"step {p.first_divergence.step}, {p.first_divergence}"
