@@ -6,6 +6,7 @@ from typing import Any
 
 from xtrain.explain.capture import Explanation, GraphRecord
 from xtrain.explain.text import pass_totals, refusals, site_rows
+from xtrain.passes.result import PassResult
 
 SCHEMA = 1  # goes up when a field changes its meaning or goes
 
@@ -28,18 +29,7 @@ def as_json(explanation: Explanation) -> dict[str, Any]:
         "options": {k: v for k, v in explanation.options.items() if k != "dump_graphs"},
         "versions": {"xtrain": xtrain.__version__, "torch": str(torch.__version__)},
         "sites": site_rows(explanation),
-        "passes": [
-            {
-                "name": result.name,
-                "matched": result.num_matched,
-                "replaced": result.num_replaced,
-                "nodes_before": result.num_nodes_before,
-                "nodes_after": result.num_nodes_after,
-                "time_ms": result.time_ms,
-                "forms": result.forms,
-            }
-            for result in pass_totals(explanation)
-        ],
+        "passes": [_pass(result) for result in pass_totals(explanation)],
         "left_alone": [
             {"pass": name, "count": count, "reason": reason}
             for name, count, reason in refusals(explanation)
@@ -52,6 +42,18 @@ def as_json(explanation: Explanation) -> dict[str, Any]:
         ],
         "strict": {"accepts": not explanation.refusal, "reason": explanation.refusal},
         "graphs": [_graph(record) for record in explanation.graphs],
+    }
+
+
+def _pass(result: PassResult) -> dict[str, Any]:
+    return {
+        "name": result.name,
+        "matched": result.num_matched,
+        "replaced": result.num_replaced,
+        "nodes_before": result.num_nodes_before,
+        "nodes_after": result.num_nodes_after,
+        "time_ms": result.time_ms,
+        "forms": result.forms,
     }
 
 

@@ -7,6 +7,7 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -90,9 +91,15 @@ def explain(
         found = _run(subject, dtype, passes, {**options, "strict": False})
         found.refusal = str(error)
     if not found.report.sites and not found.report.uncovered:
+        breaks = [f"{short_place(place)}: {first_line(why)}" for place, why in found.graph_breaks]
         raise ExplainError(
             f"no residual sites in {subject.title}: no branch with a projection is added back onto "
             "the value that it reads"
+            + (
+                f" (within one of the pieces that graph breaks leave: {breaks[0]})"
+                if breaks
+                else ""
+            )
         )
     return found
 
@@ -122,6 +129,8 @@ def _run(subject: Subject, dtype: str, passes: Sequence[Any], options: dict[str,
         except Exception as error:
             _check_runs_alone(subject, model, error)
             raise
+    if not backend.graphs:
+        raise ExplainError(f"Dynamo traced no graph of {subject.title}: is it compiled already?")
     report = compiled.report()
     return Explanation(
         subject,
@@ -130,6 +139,16 @@ def _run(subject: Subject, dtype: str, passes: Sequence[Any], options: dict[str,
         backend.graphs,
         torch_compat.graph_breaks()[breaks:],
     )
+
+
+def first_line(reason: str) -> str:
+    """Return a graph break's reason without the hints behind it."""
+    return reason.strip().partition("\n")[0]
+
+
+def short_place(place: str) -> str:
+    """Return a file's place as a reader knows it: from its package on, or from this folder."""
+    return place.rpartition("site-packages/")[2].removeprefix(f"{Path.cwd()}/")
 
 
 def _check_runs_alone(subject: Subject, model: nn.Module, error: Exception) -> None:

@@ -6,12 +6,11 @@ import inspect
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate
 
-from xtrain.explain.capture import Explanation, GraphRecord
+from xtrain.explain.capture import Explanation, GraphRecord, first_line, short_place
 from xtrain.explain.changes import rows
 from xtrain.explain.snapshot import Node, value_text
 from xtrain.passes.result import PassResult
@@ -174,16 +173,6 @@ def counted(lines: Iterable[str]) -> list[str]:
     return [f"{x} ({n} times)" if n > 1 else x for x, n in Counter(lines).items()]
 
 
-def short_place(place: str) -> str:
-    """Return a file's place as a reader knows it: from its package on, or from this folder."""
-    return place.rpartition("site-packages/")[2].removeprefix(f"{Path.cwd()}/")
-
-
-def first_line(reason: str) -> str:
-    """Return a graph break's reason without the hints behind it."""
-    return reason.strip().partition("\n")[0]
-
-
 # --- graphs --------------------------------------------------------------------------------------
 
 
@@ -245,9 +234,9 @@ def _lines(record: GraphRecord, block: str | None = None) -> Iterator[str]:
             yield from under_heading("-", removed)
         else:
             if removed[0].module != module:
-                yield f"  {removed[0].module or 'the model itself'}:"
+                module = removed[0].module
+                yield f"  {module or 'the model itself'}:"
             yield from _in_short(removed, notes["-"])
-            module = removed[0].module
         yield from under_heading("+", added)
 
     belongs = _membership(record, block)

@@ -1,0 +1,131 @@
+"""The explain command as a user meets it: help, mistakes; the example of docs/passes.md."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from xtrain.explain.command import main
+
+ROOT = Path(__file__).parent.parent
+
+
+# --- mistakes -----------------------------------------------------------------------------------
+
+
+def test_help_is_quick_and_imports_no_torch():
+    script = """
+import sys
+from xtrain.explain.command import main
+try:
+    main(["--help"])
+except SystemExit as stop:
+    assert stop.code == 0
+assert not {"torch", "triton", "numpy", "transformers"} & set(sys.modules)
+assert main(["nosuch"]) == 2
+assert not {"torch", "triton", "transformers"} & set(sys.modules)
+"""
+    started = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "usage: python -m xtrain.explain" in done.stdout
+    assert time.perf_counter() - started < 2.0
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["smal"], "'smal' is no preset (tiny, small"),
+        (["smal"], "did you mean small?"),
+        (["tiny", "--grap"], "unknown argument '--grap'; did you mean --graph"),
+        (["tiny", "--dropout", "0"], "--dropout must be in (0, 1], got 0"),
+        (["tiny", "--dropout", "nan"], "--dropout must be in (0, 1], got nan"),
+        (["tiny", "--layers", "0"], "argument --layers: must be at least 1, got 0"),
+        (["tiny", "--hidden", "20"], "--hidden must be a multiple of 16, got 20"),
+        (["tiny", "--set", "n_heads"], "--set takes key=value, got 'n_heads'"),
+        (["tiny", "--set", "n_head=2"], "unexpected keyword argument 'n_head'"),
+        (["tiny", "--kernels", "on"], "argument --kernels: invalid choice: 'on'"),
+        (["tiny", "--html", "no/where.html"], "--html: there is no folder no"),
+        (["tiny", "--disable-pass", "normalize"], "disable_passes names 'normalize'"),
+        (["/"], "no config.json in /"),
+        (["no_such_module:f"], "cannot import 'no_such_module': ModuleNotFoundError"),
+        (["explained_models:whol"], "explained_models has no 'whol'; did you mean whole?"),
+        (["explained_models:number"], "explained_models:number must be a function, got int"),
+        (["explained_models:nothing"], "must return an nn.Module, or (model, inputs); got int"),
+        (["explained_models:raises"], "explained_models:raises() fails: RuntimeError: no weights"),
+        (["explained_models:no_inputs"], "inputs cannot be guessed; return (model, inputs)"),
+        (
+            ["explained_models:wrong_inputs"],
+            "the forward of explained_models:wrong_inputs fails by itself",
+        ),
+        (["explained_models:plain"], "no residual sites in explained_models:plain"),
+        (["explained_models:whole", "--layers", "1"], "--layers, --hidden and --set change"),
+        (["tiny", "--pass", "explained_models:spoil"], "the graph pass 'spoil' failed with"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(capsys, arguments, message):
+    try:
+        code = main(arguments)
+    except SystemExit as stop:
+        code = stop.code
+    error = capsys.readouterr().err
+    assert code == 2
+    assert error.startswith("error: ") and error.count("\n") == 1
+    assert message in error
+
+
+@pytest.mark.parametrize(
+    "contents, message",
+    [
+        ("{", "cannot build"),
+        ('{"model_type": "no_such_type"}', "cannot build"),
+        ('{"model_type": "llama", "hidden_size": 30, "num_attention_heads": 7}', "cannot build"),
+        ('{"model_type": "wav2vec2", "architectures": ["Wav2Vec2Model"]}', "takes input_values"),
+    ],
+)
+def test_a_wrong_config_folder_is_one_line_and_exit_code_2(tmp_path, capsys, contents, message):
+    (tmp_path / "config.json").write_text(contents)
+    assert main([str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and message in error
+
+
+# --- docs/passes.md -----------------------------------------------------------------------------
+
+
+def test_the_example_of_docs_passes_runs_as_pasted(tmp_path):
+    """Twice by two ways of adding it, with the counts that the page shows and GELU's tanh form."""
+    page_text = (ROOT / "docs/passes.md").read_text()
+    example = re.search(r"```python\n(.*?)```", page_text, re.S)[1]
+    shown = re.search(r"```\n(pass +matched.*?)```", page_text, re.S)[1]
+    script = tmp_path / "example.py"
+    script.write_text(
+        example
+        + "\nimport torch.nn.functional as F\n"
+        + "def block(b, x): return x + b.down(F.gelu(b.up(b.norm(x)), approximate='tanh'))\n"
+        + "expected = block(model[1], block(model[0], x))\n"
+        + "assert not torch.equal(model(x), expected)\n"
+        + "print('tanh', torch.equal(compiled.eval()(x), expected))\n"
+        + "row = [r for r in again.report().passes if r.name == 'use_tanh_gelu'][0]\n"
+        + "print('registered', row.num_replaced, [r.name for r in again.report().passes][:3])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    output = done.stdout
+    columns = r"^(\w+) +(\d+) +(\d+) +(\d+ -> \d+)"
+    rows = re.findall(columns, output, re.M)
+    assert re.findall(columns, shown, re.M) == rows[:3] and len(rows) > 3
+    assert "tanh True" in output
+    placed = ["insert_residual_dropout", "normalise", "use_tanh_gelu"]
+    assert f"registered 2 {placed}" in output
