@@ -81,7 +81,16 @@ def test_every_variable_that_selects_a_kernel(monkeypatch, name):
 
 @pytest.mark.parametrize(
     "name",
-    ["TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCH_LOGS", "CUDA_HOME", "HOME", "HOSTNAME"],
+    [
+        "TORCHINDUCTOR_CACHE_DIR",
+        "TRITON_CACHE_DIR",
+        "TORCH_LOGS",
+        "CUDA_HOME",
+        "CUDA_MODULE_LOADING",  # which torch sets when it first uses a GPU
+        "CUDA_VISIBLE_DEVICES",
+        "HOME",
+        "HOSTNAME",
+    ],
 )
 def test_what_chooses_no_kernel_is_left_out(monkeypatch, name):
     monkeypatch.setenv(name, "elsewhere")

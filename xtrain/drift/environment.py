@@ -22,7 +22,10 @@ VARIABLES = re.compile(
     r"|TRANSFORMERS|LD_PRELOAD|LD_LIBRARY_PATH|USE_FLASH_ATTENTION|FLASH_ATTENTION)(_.*)?"
 )
 # Where caches and logs lie chooses no kernel; libraries set some of these for themselves.
-NO_KERNEL = re.compile(r".*(_DIR|_HOME|_LOGS?|_CACHE\w*)|LOG_.*|GOMP_SPINCOUNT|\w+_VISIBLE_DEVICES")
+NO_KERNEL = re.compile(
+    r".*(_DIR|_HOME|_LOGS?|_CACHE\w*|_VISIBLE_DEVICES)|CUDA_(PATH|CACHE_PATH|MODULE_LOADING)"
+    r"|GOMP_SPINCOUNT|KMP_(INIT_AT_FORK|DUPLICATE_LIB_OK)"
+)
 SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|CREDENTIAL|_KEY$")
 
 
