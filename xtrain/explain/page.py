@@ -263,6 +263,7 @@ class _Pane:
             "kin": " ".join(self.kin[side].get(node.key, ())),
             "pass": by_pass,
             "source": node.source,
+            "module": node.module,  # the row's is that of the traced op
         }
         attributes = "".join(f' data-{k}="{escape(v)}"' for k, v in data.items() if v)
         indent = f' style="margin-left: {node.depth * 1.2:.1f}em"' if node.depth else ""

@@ -64,7 +64,7 @@ function show(op) {
     list.append(term, text);
   };
   add("op", op.querySelector(".code").textContent);
-  add("module", op.closest("tr").dataset.module || "the model itself");
+  add("module", op.dataset.module || "the model itself");
   add("traced from", op.dataset.source);
   add("by pass", op.dataset.pass);
   add(op.dataset.side === "a" ? "replaced by" : "stands for", links(split(op.dataset.kin)));

@@ -213,10 +213,7 @@ def _shortened(line: str) -> str:
 
 
 def _lines(record: GraphRecord, block: str | None = None) -> Iterator[str]:
-    """One line an op, under the path of the module that it belongs to.
-
-    block: only this one, what was taken out for one thing in one line.
-    """
+    """One line an op, under its module's path; of one block only, what went together in short."""
     notes = node_notes(record)
     module: str | None = None
 
