@@ -27,9 +27,8 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-for folder in (HERE, ROOT):
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
+if __package__ in (None, ""):  # run as a script: the repository's root is not on the path
+    sys.path[0] = str(ROOT)
 RESULTS = HERE / "results" / "coverage.json"
 TABLE = ROOT / "docs" / "coverage.md"
 CHECKS = ("plain", "sites", "p0", "checkpoint", "swaps")
@@ -38,8 +37,8 @@ QUICK = ("quick",)
 
 def main() -> int:
     arguments = parse_arguments()
-    from coverage_models import model_types
-    from coverage_report import write_table
+    from bench.coverage_models import model_types
+    from bench.coverage_report import write_table
 
     known = model_types()
     unknown = [name for name in arguments.only if name not in known]
@@ -121,9 +120,9 @@ def walk(
 ) -> None:
     """Check classes, `--jobs` at a time, each in a process of its own."""
     # The server of Python 3.11 does not take over sys.path, and keeps silent about what it misses.
-    os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (HERE, ROOT)))
+    os.environ["PYTHONPATH"] = str(ROOT)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["coverage_preload"])
+    context.set_forkserver_preload(["bench.coverage_preload"])
     started = time.monotonic()
     done, commit = 0, commit_of_this_tree()
 
@@ -178,7 +177,7 @@ def _child(name: str, checks: tuple[str, ...], sender: Any, log: str) -> None:
     handle = os.open(log, os.O_WRONLY)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
-    from coverage_check import check_class
+    from bench.coverage_check import check_class
 
     check_class(name, checks, sender.send)
 

@@ -22,10 +22,10 @@ import torch
 import torch._dynamo
 import torch._functorch.aot_autograd
 import transformers
-from coverage_models import build, inputs, loss_of
 from torch import Tensor, nn
 
 import xtrain
+from bench.coverage_models import build, inputs, loss_of
 from xtrain import torch_compat
 from xtrain.compiler import SiteError
 from xtrain.ops.dropout import dropout_on_cpu

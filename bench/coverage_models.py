@@ -88,6 +88,8 @@ def build(model_type: str) -> nn.Module:
 
     model_class = getattr(transformers, model_types()[model_type])
     config = shrunk_config(model_type, model_class.config_class)
+    if model_class._can_set_experts_implementation():
+        config._experts_implementation = "batched_mm"  # traces whole on a CPU, unlike the default
     torch.manual_seed(0)
     return model_class(config).train()
 

@@ -113,6 +113,14 @@ class ParallelUnderNoDropout(ParallelResidual):
         return x + F.dropout(branches, 0.0, self.training)
 
 
+class ReadThroughAnotherSum(PreNorm):
+    """Zamba: the feed-forward reads x + attention(x) and is added to x; it attends to nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + self.marks[0](self.attention(F.rms_norm(x, (D,))))
+        return x + self.marks[1](self.feed_forward(F.rms_norm(y, (D,))))
+
+
 class SpeltOutAttention(PreNorm):
     """matmul, softmax, matmul; the mask, the additive bias and the scores are no sites."""
 
@@ -518,6 +526,7 @@ SITES: dict[str, Callable[[], tuple[Model, tuple[Tensor, ...]]]] = {
         (ParallelResidual, ()),
         (ParallelSummedFirst, ()),
         (ParallelUnderNoDropout, ()),
+        (ReadThroughAnotherSum, ()),
         (SpeltOutAttention, ()),
         (AlibiAttention, ()),
         (RelativeAttention, ()),

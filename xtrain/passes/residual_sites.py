@@ -228,11 +228,15 @@ class _Finder:
     def _between(
         self, root: fx.Node, branch: fx.Node, reached: dict[fx.Node, bool]
     ) -> list[fx.Node]:
-        """The nodes that lie on a way from root to branch, nearest the branch first."""
+        """The nodes that lie on a way from root to branch, nearest the branch first.
+
+        A sum that carries the root is the stream as well: what was added to it is another branch.
+        """
         found, pending = {branch}, [branch]
         while pending:
             for source in pending.pop().all_input_nodes:
-                if source in reached and source is not root and source not in found:
+                is_stream = source is root or root in self.stream.get(source, ())
+                if source in reached and source not in found and not is_stream:
                     found.add(source)
                     pending.append(source)
         return sorted(found, key=lambda n: -self.order[n])
