@@ -16,6 +16,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tabulate import tabulate
@@ -57,30 +58,11 @@ def main() -> int:
     run = args.run or train(args.work)
     prompts = write_prompts(args.work, args.prompts)
     ops = measure_ops(args.work, args.python)
-    levels = f"ATEN_CPU_CAPABILITY={','.join((*LEVELS, 'avx512'))}"
-    few = args.work / "prompts_few.txt"  # of the settings, each of which is a run of its own
-    few.write_text("".join(prompts[0].read_text().splitlines(keepends=True)[:FEW]))
-    shared = [run, f"--prompts={few}", f"--tokens={FEW_TOKENS}", "--threads=1"]
-    settings = child(
-        args.work / "bisect.json",
-        ["bisect", *shared, "--factor=threads=1,2", f"--factor={levels}", "--factor=batch=1,8"],
-    )
-    compiled = child(
-        args.work / "compiled.json", ["bisect", *shared, "--factor=mode=eager,aot_eager,inductor"]
-    )
-    selectors = child(
-        args.work / "selectors.json",
-        ["bisect", *shared, "--factor=MKL_CBWR=unset,COMPATIBLE,AVX2"],
-    )
-    versions = None
-    if args.python:
-        factor = f"--factor=python={','.join([sys.executable, *args.python])}"
-        versions = child(args.work / "versions.json", ["bisect", *shared, factor, "--packages"])
+    bisects = measure_settings(args.work, run, prompts[0], args.python)
     margins = measure_margins(args.work, run, prompts, args.tokens)
     environment = Record(args.work / f"{LEVELS[0]}_000.drift").environment
-    bisects = {"settings": settings, "selectors": selectors, "compiled": compiled}
-    text = page(ops, bisects | {"versions": versions}, margins, environment, args)
-    for path, name in zip(args.python, names_of(versions), strict=True):
+    text = page(ops, bisects, margins, environment, args)
+    for path, name in zip(args.python, names_of(bisects["versions"]), strict=True):
         text = text.replace(f"python={path}", name).replace(path, name)
     text = text.replace(sys.executable, f"torch {environment['torch.version']}")
     args.out.write_text(text, encoding="utf-8")
@@ -162,6 +144,28 @@ def names_of(versions: dict | None) -> list[str]:
         if package["package"] == "torch":
             names[package["python"]] = f"torch {package['to']}"
     return list(names.values())
+
+
+def measure_settings(work: Path, run: str, prompts: Path, pythons: list[str]) -> dict[str, Any]:
+    """Return what each bisect says."""
+    few = work / "prompts_few.txt"
+    few.write_text("".join(prompts.read_text().splitlines(keepends=True)[:FEW]))
+    shared = ["bisect", run, f"--prompts={few}", f"--tokens={FEW_TOKENS}", "--threads=1"]
+    levels = f"ATEN_CPU_CAPABILITY={','.join((*LEVELS, 'avx512'))}"
+    factors = {
+        "settings": ["threads=1,2", levels, "batch=1,8"],
+        "selectors": ["MKL_CBWR=unset,COMPATIBLE,AVX2"],
+        "compiled": ["mode=eager,aot_eager,inductor"],
+    }
+    if pythons:
+        factors["versions"] = [f"python={','.join([sys.executable, *pythons])}"]
+    found: dict[str, Any] = {"versions": None}
+    for name, texts in factors.items():
+        arguments = [*shared, *(f"--factor={text}" for text in texts)]
+        if name == "versions":
+            arguments.append("--packages")
+        found[name] = child(work / f"bisect_{name}.json", arguments)
+    return found
 
 
 def measure_margins(work: Path, run: str, prompts: list[Path], num_tokens: int) -> Margins:
