@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import xtrain
 from xtrain.compiler.blocks import Blocks
 from xtrain.model import Config, Transformer
 
@@ -214,6 +215,38 @@ def test_blocks_of_transformers(family):
     blocks = Blocks(model)
     assert blocks.paths == expected
     assert len({blocks.class_names[path] for path in expected}) == 1
+
+
+class ListsOfParts(nn.Module):
+    """The residual adds are the model's own code: a list has no forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleList([PreNorm(Mlp()), PreNorm(Mlp())]) for _ in "ab")
+        for layer in self.layers:
+            layer[1].function = nn.Sequential(*layer[1].function.children())
+
+    def forward(self, x):
+        for first, second in self.layers:
+            x = x + first.function.down(first.function.up(first.norm(x)))
+            x = x + second.function(second.norm(x))
+        return x
+
+
+def test_sites_of_lists_of_parts():
+    compiled = xtrain.compile(ListsOfParts(), dropout=0.5, seed=1, backend="eager")
+    compiled(torch.randn(2, 3, 4))
+    sites = [(site.name, site.layer) for site in compiled.report().sites]
+    assert sites == [
+        (f"layers.{layer}.{name}", layer)
+        for layer in range(2)
+        for name in ("feed_forward", "feed_forward_2")
+    ]
+
+
+def test_lists_cannot_be_compiled_one_by_one():
+    with pytest.raises(ValueError, match="layers.0 is a ModuleList, which has no forward"):
+        xtrain.compile_blocks(ListsOfParts(), dropout=0.5, seed=1, backend="eager")
 
 
 def test_block_of_a_path():

@@ -51,6 +51,12 @@ def compile_each_block(session: Session) -> None:
             f"{type(session.model).__name__} has no blocks to compile one by one (elements of a "
             "ModuleList, Sequential or ModuleDict with two matrices or more); use xtrain.compile"
         )
+    for path, block in blocks.items():
+        if isinstance(block, nn.ModuleList | nn.ModuleDict):
+            raise ValueError(
+                f"{path} is a {type(block).__name__}, which has no forward to compile: the adds of "
+                f"{type(session.model).__name__}'s blocks lie in its own code; use xtrain.compile"
+            )
     entries: dict[tuple[type, bool], Callable[..., Any]] = {}
     for path, block in blocks.items():
         for training in (True, False):
