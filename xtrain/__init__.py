@@ -25,6 +25,7 @@ _SUBMODULES = (
     "config",
     "data",
     "drift",
+    "explain",
     "metrics",
     "model",
     "ops",

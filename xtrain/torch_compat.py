@@ -443,7 +443,7 @@ def last_sequence_number() -> int:
 
 def running_sequence_number() -> int | None:
     """Return the number of the autograd node whose backward runs in this thread, None if none."""
-    node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+    node = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()
 
 

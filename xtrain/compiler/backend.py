@@ -67,7 +67,7 @@ class Backend:
             line.replace(f"{ENTRY_ROOT}.", "").replace(ENTRY_ROOT, "the model")
             for line in inserted.unseeded
         ]
-        report.unseeded += [line for line in unseeded if line not in report.unseeded]
+        report.unseeded = list(dict.fromkeys([*report.unseeded, *unseeded]))
         self._check_covered(module, inserted)
         seeds = Seeds(session, module, inserted.slots)
         if seeds.num_rows:
