@@ -1,0 +1,199 @@
+"""The examples: each framework against one plain loop with masks from NumPy.
+
+The truth is a transformers Llama whose output projections carry hooks that multiply by the masks of
+mask_oracle: no xtrain.compile, no framework. A framework that bypassed the CompiledModel, took
+other rows or drew other masks would leave its losses.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from mask_oracle import keep_mask
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+from xtrain.rng import site_seed
+
+ROOT = Path(__file__).parent.parent
+NAMES = ["bare_loop", "accelerate_loop", "hf_trainer", "lightning_module"]
+STEPS, BATCH, ACCUMULATE = 4, 4, 2
+SMALL = ["--steps", str(STEPS), "--length", "16", "--dropout", "0.3", "--backend", "eager"]
+# fp32 against other orders of summation over four steps; other masks are further away at each step.
+LOSS_ATOL = 2e-5
+PRINTED_ATOL = LOSS_ATOL + 5e-5  # four decimals
+
+
+@pytest.fixture
+def example(monkeypatch):
+    """Import an example and return a function that runs its main and gives its Outcome."""
+    AcceleratorState._reset_state(reset_partial_state=True)  # one precision a process
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+
+    def run_example(name, *flags):
+        module = importlib.import_module(name)
+        outcomes = []
+        run = module.run
+        monkeypatch.setattr(module, "run", lambda a: outcomes.append(run(a)) or outcomes[0])
+        assert module.main([*SMALL, *flags]) == 0
+        monkeypatch.setattr(module, "run", run)
+        return outcomes[0]
+
+    yield run_example
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture(scope="module")
+def truth():
+    """Losses and held-out loss of the plain loop, and those with the masks of another seed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "examples"))
+        common = importlib.import_module("common")
+    arguments = common.parser("").parse_args(SMALL)
+    return tuple(_plain_loop(common, arguments, mask_seed) for mask_seed in (0, 1))
+
+
+def _plain_loop(common, arguments, mask_seed):
+    model = common.build_model(arguments)
+    rows, held_out = common.load_rows(arguments)
+    step = 0
+
+    def dropped(layer, site):
+        def hook(module, inputs, output):
+            if module.training:
+                seed = site_seed(mask_seed, step, layer, site)
+                return output * torch.from_numpy(keep_mask(output.shape, 0.3, seed)) / 0.7
+
+        return hook
+
+    for i, block in enumerate(model.model.layers):
+        block.self_attn.o_proj.register_forward_hook(dropped(i, "attention"))
+        block.mlp.down_proj.register_forward_hook(dropped(i, "feed_forward"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+    losses = []
+    model.train()
+    for step, batch in enumerate(rows.split(BATCH * ACCUMULATE)):  # noqa: B007
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    with torch.no_grad():
+        return losses, model.eval()(input_ids=held_out, labels=held_out).loss.item(), held_out
+
+
+def test_the_truth_tells_masks_apart(truth):
+    (losses, _, _), (others, _, _) = truth
+    differences = [abs(a - b) for a, b in zip(losses, others, strict=True)]
+    assert min(differences) > LOSS_ATOL and max(differences) > 100 * LOSS_ATOL, differences
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_losses_sites_and_saved_weights(name, example, truth, tmp_path):
+    losses, held_out_loss, held_out = truth[0]
+    outcome = example(name, "--output", str(tmp_path / "saved"))
+    assert outcome.losses == pytest.approx(losses, abs=LOSS_ATOL)
+    assert outcome.losses[-1] < outcome.losses[0] - 0.2
+    assert outcome.num_sites == 4
+    assert outcome.sites.training == [4] * (STEPS * ACCUMULATE)
+    assert outcome.sites.evaluation == [0] * 8
+    assert outcome.held_out[0] == outcome.held_out[1]
+    assert outcome.held_out[0] == pytest.approx(held_out_loss, abs=LOSS_ATOL)
+
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert type(loaded) is LlamaForCausalLM
+    with safe_open(tmp_path / "saved" / "model.safetensors", "pt") as file:
+        stored = {key: file.get_tensor(key) for key in file.keys()}
+    state = loaded.state_dict()
+    assert state.keys() - stored.keys() == {"lm_head.weight"}, "tied: stored once"
+    assert all(torch.equal(state[key], tensor) for key, tensor in stored.items())
+    with torch.no_grad():
+        plain = loaded.eval()(input_ids=held_out, labels=held_out).loss.item()
+    assert plain == pytest.approx(outcome.held_out[0], abs=LOSS_ATOL)
+
+
+@pytest.mark.parametrize("batch, accumulate", [(8, 1), (2, 4)])
+def test_the_cut_into_micro_batches_changes_nothing(batch, accumulate, example, truth, tmp_path):
+    flags = ["--batch", str(batch), "--accumulate", str(accumulate), "--output", str(tmp_path)]
+    assert example("bare_loop", *flags).losses == pytest.approx(truth[0][0], abs=LOSS_ATOL)
+
+
+def test_two_ranks_find_the_losses_of_one(truth, tmp_path):
+    """torchrun, DDP by accelerate: half a batch each."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["examples/accelerate_loop.py", *SMALL, "--batch=2", "--output", str(tmp_path)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    losses = truth[0][0]
+    first, last = map(float, re.search(r"^loss (\S+) -> (\S+) in 4 steps$", done.stdout, re.M)
+                      .groups())  # fmt: skip
+    assert (first, last) == pytest.approx((losses[0], losses[-1]), abs=PRINTED_ATOL)
+    assert "training:   8 forwards, 4 of 4 residual sites executed in each" in done.stdout
+    assert "2 process(es)" in done.stdout and "bit for bit" in done.stdout
+
+
+def test_mixed_precision_by_accelerate_keeps_the_sites(example, truth, tmp_path):
+    outcome = example("accelerate_loop", "--mixed-precision", "bf16", "--output", str(tmp_path))
+    assert outcome.sites.training == [4] * (STEPS * ACCUMULATE)
+    assert outcome.losses == pytest.approx(truth[0][0], rel=2**-8), "one rounding to bf16"
+    assert outcome.losses != pytest.approx(truth[0][0], abs=1e-6)
+
+
+def test_adapters_by_trainer(example, tmp_path):
+    outcome = example("hf_trainer", "--lora", "--output", str(tmp_path))
+    assert outcome.sites.training == [4] * (STEPS * ACCUMULATE)
+    assert outcome.losses[-1] < outcome.losses[0]
+    with safe_open(tmp_path / "adapter_model.safetensors", "pt") as file:
+        names = list(file.keys())
+    assert len(names) == 2 * 2 * 7 and all("lora_" in name for name in names)
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+def test_inductor_by_default_and_a_model_of_ones_own(example, truth, tmp_path):
+    """The command of the README, then its result as --model, with a text as --data."""
+    common = ["--steps=4", "--length=16", "--dropout=0.3"]
+    done = subprocess.run(
+        [sys.executable, "examples/bare_loop.py", *common, "--output", str(tmp_path / "a")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    losses = truth[0][0]
+    found = re.search(r"^loss (\S+) -> (\S+) in 4 steps$", done.stdout, re.M).groups()
+    assert list(map(float, found)) == pytest.approx([losses[0], losses[-1]], abs=PRINTED_ATOL)
+    (tmp_path / "text").write_text("def f(x):\n    return x + 1\n\n\n" * 100)
+    flags = ["--model", str(tmp_path / "a"), "--data", str(tmp_path / "text")]
+    again = example("bare_loop", *flags, "--output", str(tmp_path / "b"))
+    assert again.losses[0] < losses[0] - 0.2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_help_and_errors(name, monkeypatch, capsys, tmp_path):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    main = importlib.import_module(name).main
+    with pytest.raises(SystemExit) as stop:
+        main(["--help"])
+    assert stop.value.code == 0 and "--model FOLDER" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stop:
+        main(["--steps", "0"])
+    assert stop.value.code == 2
+    assert "--steps: got '0'; give a whole number of 1 or more\n" in capsys.readouterr().err
+    for flag, advice in (("--model", "save_pretrained"), ("--data", "name a text file")):
+        assert main([*SMALL, flag, str(tmp_path / "absent"), "--output", str(tmp_path)]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: {flag} {tmp_path}/absent: ") and advice in error
+        assert error.count("\n") == 1
+    (tmp_path / "short").write_text("x" * 100)
+    assert main([*SMALL, "--data", str(tmp_path / "short"), "--output", str(tmp_path)]) == 2
+    assert "error: the text has 6 rows of 16 tokens and 16 are held out" in capsys.readouterr().err
