@@ -1,0 +1,123 @@
+"""One residual add in many spellings, a branch in many forms, and adds that are no sites."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from marked import B, D, Model, PreNorm, T
+from torch import Tensor, nn
+
+# One residual add in many spellings: (stream x, branch h, model) -> sum.
+SPELLINGS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "x + h": lambda x, h, s: x + h,
+    "h + x": lambda x, h, s: h + x,
+    "torch.add": lambda x, h, s: torch.add(x, h),
+    "torch.add, named": lambda x, h, s: torch.add(input=x, other=h),
+    "torch.add, alpha": lambda x, h, s: torch.add(x, h, alpha=0.5),
+    "torch.add, branch first, alpha": lambda x, h, s: torch.add(h, x, alpha=0.5),
+    "x.add": lambda x, h, s: x.add(h),
+    "x.add, named": lambda x, h, s: x.add(other=h, alpha=2),
+    "x += h": lambda x, h, s: x.__iadd__(h),
+    "h += x": lambda x, h, s: h.__iadd__(x),
+    "x.add_(h)": lambda x, h, s: x.add_(h),
+    "x + h as fp64": lambda x, h, s: x.double() + h.double(),
+    "x + h reshaped": lambda x, h, s: (x.view(-1, D) + h.reshape(-1, D)).view(B, T, D),
+    "x * 0.5 + h": lambda x, h, s: x * 0.5 + h,
+    "0.5 * x + h": lambda x, h, s: 0.5 * x + h,
+    "x / 2 + h": lambda x, h, s: x / 2 + h,
+    "torch.mul(x, 0.5) + h": lambda x, h, s: torch.mul(x, 0.5) + h,
+    "x * s + h": lambda x, h, s: x * s + h,
+    "s * x + h": lambda x, h, s: s * x + h,
+    "(x + b) * s + h + b": lambda x, h, s: (x + s.expand(D)) * s + h + s.expand(D),
+    "(x + h) * 0.7": lambda x, h, s: (x + h) * 0.7,
+    "x + (h + h)": lambda x, h, s: x + (h + h),
+    "x - h": lambda x, h, s: x - h,
+    "h - x": lambda x, h, s: h - x,
+    "torch.sub, alpha": lambda x, h, s: torch.sub(x, h, alpha=0.5),
+    "x -= h": lambda x, h, s: x.__isub__(h),
+    "h.add_(x), then h": lambda x, h, s: (h.add_(x), h * 2)[1],
+    "h.add_(x) of a view, then h": lambda x, h, s: ((h := h.view(B, T, D)).add_(x), h.sin())[1],
+    "h.sub_(x), then h": lambda x, h, s: (h.sub_(x), h)[1],
+    "(x + h) * padding": lambda x, h, s: (x + h) * torch.ones(B, T, 1),
+    "x + h, gated and normed": lambda x, h, s: (
+        (y := x + h) * (y @ y.mT @ y) + F.layer_norm(y, (D,))
+    ),
+}
+
+
+class Spelling(Model):
+    kinds = ("feed_forward",)
+
+    def __init__(self, add: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.add = add
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone()  # some spellings write into it
+        return self.add(x, self.marks[0](self.branch(x)), self.scale)
+
+
+class BranchForm(Model):
+    """x + f(h): what dropout goes on is f(h), the value that joins the stream."""
+
+    kinds = ("feed_forward",)
+    FORMS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+        "scaled": lambda h, x, s: 0.5 * h,
+        "layer scale": lambda h, x, s: h * s,
+        "gated by a parameter": lambda h, x, s: s.tanh() * h,
+        "gated by the stream": lambda h, x, s: x.sigmoid() * h,
+        "negated": lambda h, x, s: -h,
+    }
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = self.FORMS[form]
+        self.scale = nn.Parameter(torch.full((D,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.marks[0](self.form(self.branch(x), x, self.scale))
+
+
+def state_space(x: Tensor, m: Model, sign: float = 1.0) -> Tensor:
+    """Mamba's mixer: a scan, here a product, plus the scaled input, gated, cut and projected."""
+    u, gate, out = (linear.weight for linear in m.linears)
+    u = F.silu(x @ u)
+    scanned = (u @ u.mT).tril() @ u + u * (sign * m.linears[0].bias)
+    return (scanned.float()[:, :T] * F.silu(x @ gate)) @ out
+
+
+# Adds that are no residual sites: (x, model) -> anything.
+LOOK_ALIKES: dict[str, Callable[[Tensor, Model], object]] = {
+    "rope": lambda x, m: PreNorm.rope(m, m.branch(x)),
+    "embedding sum": lambda x, m: F.embedding(x.argmax(-1), m.linears[0].weight) + x,
+    "additive mask": lambda x, m: m.branch(x) + torch.zeros(B, T, D),
+    "bias": lambda x, m: x @ m.linears[0].weight + m.linears[0].bias.expand(B, T, D),
+    "eps": lambda x, m: x * torch.rsqrt(m.branch(x) + 1e-6),
+    "gelu_new": lambda x, m: x + 0.044715 * torch.pow(x, 3.0),
+    "no contraction": lambda x, m: x + F.layer_norm(x, (D,)),
+    "doubled": lambda x, m: x + x,
+    "auxiliary loss": lambda x, m: m.branch(x).mean() + m.linears[1](m.branch(x)).square().mean(),
+    "loss per token": lambda x, m: m.branch(x).sum(-1) + m.linears[1](x).logsumexp(-1) ** 2,
+    "two projections": lambda x, m: m.linears[0](x) + m.linears[1](x),
+    "adapter": lambda x, m: m.linears[0](x) + 0.5 * m.linears[1](m.linears[2](x)),
+    "other shape": lambda x, m: x + m.branch(x)[:, :1],
+    "reduced": lambda x, m: x.mean(0) + m.branch(x.mean(0, keepdim=True))[:, 0],
+    "integers": lambda x, m: x.long() + (m.branch(x) > 0).long(),
+    "state space": lambda x, m: state_space(x, m),
+    "state space of a difference": lambda x, m: state_space(x, m, -1.0),
+    "subtraction": lambda x, m: x - F.layer_norm(x, (D,)),
+}
+
+
+class LookAlike(Model):
+    num_linear = 3
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.function = LOOK_ALIKES[name]
+
+    def forward(self, x: Tensor) -> object:
+        return self.function(x, self)
