@@ -2,6 +2,7 @@
 
     python examples/hf_trainer.py
     python examples/hf_trainer.py --lora
+    torchrun --nproc-per-node 2 examples/hf_trainer.py --batch 2
 
 Trainer gets the CompiledModel in the place of the model. It inspects the forward's signature and
 the model's class, wraps the model for several processes, and saves it by save_pretrained; all of
@@ -15,6 +16,7 @@ import argparse
 import sys
 
 import torch
+from accelerate import PartialState
 from common import Outcome, SiteCounter, build_model, check_saved, load_rows, output_folder, parser
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
@@ -63,6 +65,8 @@ def settings(arguments: argparse.Namespace) -> TrainingArguments:
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
+        ddp_find_unused_parameters=False,
+        use_cpu=not torch.cuda.is_available(),
         dataloader_pin_memory=torch.cuda.is_available(),
         seed=arguments.seed,
     )
@@ -105,18 +109,21 @@ def run(arguments: argparse.Namespace) -> Outcome:
     evaluations = [trainer.evaluate()["eval_loss"] for _ in range(2)]
 
     trainer.save_model()
+    trainer.accelerator.wait_for_everyone()  # the first rank writes, all read
     folder = output_folder(arguments, "hf_trainer")
     saved = check_saved(model, load_saved(arguments, folder), folder)
     return Outcome(losses, evaluations, sites, len(compiled.report().sites), folder, [saved])
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse the command line, run, print."""
+    """Parse the command line, run, print on the first rank."""
     flags = parser("Fine-tune a Hugging Face causal LM with transformers.Trainer.")
     flags.add_argument("--lora", action="store_true", help="train LoRA adapters alone (PEFT)")
     arguments = flags.parse_args(argv)
     with exit_codes() as status:
-        print(run(arguments))
+        outcome = run(arguments)
+        if PartialState().is_main_process:
+            print(outcome)
     return status.code
 
 
