@@ -96,14 +96,25 @@ def train(work: Path) -> str:
 
 
 def write_prompts(work: Path, count: int) -> list[Path]:
-    """Write starts of lines of argparse.py, PIECE a file; the corpus is Python's own source."""
+    """Write starts of lines of argparse.py, PIECE a file; the corpus is Python's own source.
+
+    Evenly spaced over the file; where a start is spaces alone, another line's takes its place, in
+    files of their own at the end.
+    """
     source = Path(argparse.__file__).read_text(encoding="utf-8")
-    lines = [line[:16].rstrip() for line in source.splitlines() if len(line.strip()) >= 16]
-    chosen = [lines[i] for i in np.linspace(0, len(lines) - 1, count).astype(int)]
+    starts = [line[:16].rstrip() for line in source.splitlines() if len(line.strip()) >= 16]
+    places = np.linspace(0, len(starts) - 1, count).astype(int).tolist()
+    pieces = [
+        [starts[i] for i in places[at : at + PIECE] if starts[i]] for at in range(0, count, PIECE)
+    ]
+    others = [text for i, text in enumerate(starts) if text and i not in places]
+    missing = count - sum(map(len, pieces))
+    fill = [others[i] for i in np.linspace(0, len(others) - 1, missing).astype(int).tolist()]
+    pieces += [fill[at : at + PIECE] for at in range(0, missing, PIECE)]
     paths = []
-    for start in range(0, count, PIECE):
-        path = work / f"prompts_{start // PIECE:03d}.txt"
-        path.write_text("\n".join(chosen[start : start + PIECE]) + "\n", encoding="utf-8")
+    for number, piece in enumerate(pieces):
+        path = work / f"prompts_{number:03d}.txt"
+        path.write_text("\n".join(piece) + "\n", encoding="utf-8")
         paths.append(path)
     return paths
 
@@ -217,6 +228,7 @@ def page(ops, bisects, margins: Margins, environment: dict, args) -> str:
     versions = bisects["versions"]
     parts = [
         "# Drift study: which settings move the numbers of a model trained here",
+        _result(margins, bisects["settings"]),
         _setup(environment, args),
         "## Which setting, which op, how far",
         _bisect_table(bisects["settings"]),
@@ -247,6 +259,20 @@ def page(ops, bisects, margins: Margins, environment: dict, args) -> str:
         f"```\npython bench/drift_study.py{' --python VENV ...' if versions else ''}\n```",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _result(found: Margins, settings: dict) -> str:
+    largest = max(found.shifts)
+    flips = "no token can flip" if not found.num_can_flip else f"{found.num_can_flip} can flip"
+    return (
+        f"**Result.** {len(settings['runs'])} runs under other threads, instruction sets and batch "
+        f"sizes are {len(settings['sets'])} sets of equal bits. Of {len(found.shifts)} greedy "
+        f"tokens under two instruction sets {flips}: the smallest margin, "
+        f"{found.tightest[0]:.3g}, is {_ratio(found.tightest[0], largest)} times the largest "
+        f"shift, {largest:.3g}. "
+        f"{len(found.loops)} of {len(found.margins)} texts end in a loop, whose margins say little "
+        "about ordinary text."
+    )
 
 
 def _setup(environment: dict, args) -> str:
