@@ -14,6 +14,7 @@ from marked import B, D, Mark, Model, N, PreNorm, T, sdpa_branch, stream
 from spellings import LOOK_ALIKES, SPELLINGS, BranchForm, LookAlike, Spelling
 from streams import (
     CheckpointedUNet,
+    FilledBuffers,
     Injected,
     InlinePositions,
     Looped,
@@ -251,6 +252,7 @@ SITES: dict[str, Callable[[], tuple[Model, tuple[Tensor, ...]]]] = {
         (Injected, ()),
         (InlinePositions, (stream(1),)),
         (Looped, ()),
+        (FilledBuffers, ()),
         (ShortConvolutions, ()),
         (ZeroDropout, ()),
         (ReadElsewhere, ()),

@@ -129,3 +129,19 @@ class ShortConvolutions(Model):
     def forward(self, x: Tensor) -> Tensor:
         q, k = self.linears[0](x), self.convs[0](self.linears[1](x))
         return x + self.marks[0](self.convs[1](F.scaled_dot_product_attention(q, k, k)))
+
+
+class FilledBuffers(Model):
+    """Experts and adapters that fill a buffer in place: no edge leads from the write to the add."""
+
+    kinds = ("feed_forward", "feed_forward")
+    num_linear = 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.view(-1, D)
+        out = torch.zeros_like(rows)
+        out.index_add_(0, torch.arange(B * T), self.branch(rows))
+        x = x + self.marks[0](out.view(B, T, D))
+        out = torch.zeros_like(x)
+        out[:, 1:] = self.branch(x[:, 1:], 1)
+        return x + self.marks[1](out)

@@ -34,6 +34,7 @@ from xtrain.passes.sum_readers import is_read_by_a_gate_alone, is_read_by_softma
 from xtrain.passes.values import (
     SUB,
     carried_chain,
+    filled_buffer,
     is_absent_dropout,
     is_active_dropout,
     is_parameter,
@@ -81,6 +82,11 @@ class _Finder:
         # sum -> the values that it carries: itself and all addends, but for branches (the stream)
         self.stream: dict[fx.Node, set[fx.Node]] = {}
         self.bodies: dict[fx.GraphModule, _Finder] = {}
+        # fresh buffer -> the nodes that fill it in place
+        self.writes: dict[fx.Node, list[fx.Node]] = {}
+        for node in graph.nodes:
+            if (buffer := filled_buffer(node)) is not None:
+                self.writes.setdefault(buffer, []).append(node)
 
     def run(self) -> list[ResidualSite]:
         sites: list[ResidualSite] = []
@@ -160,7 +166,7 @@ class _Finder:
         """The operands that depend on `root` through a contraction and do not carry it."""
         if root.op in ("get_attr", "output") or not operands:
             return []
-        last = max(self.order[node] for _, node in operands)
+        last = max(self.order[add] for add, _ in operands)
         reached = self._reach(root, last)
         return [
             (add, node)
@@ -174,7 +180,7 @@ class _Finder:
         pending = [root]
         while pending:
             node = pending.pop()
-            for user in node.users:
+            for user in self._readers(node):
                 if self.order[user] > last or user.op == "output":
                     continue
                 contracted = reached[node] or fx_utils.holds_contraction(user)
@@ -182,6 +188,15 @@ class _Finder:
                     reached[user] = contracted
                     pending.append(user)
         return reached
+
+    def _readers(self, node: fx.Node) -> list[fx.Node]:
+        """Who depends on a node's value: its users, and a fresh buffer that the node fills."""
+        buffer = filled_buffer(node)
+        return [*node.users] if buffer is None else [*node.users, buffer]
+
+    def _sources(self, node: fx.Node) -> list[fx.Node]:
+        """What a node's value comes from: its inputs, and for a buffer what has filled it."""
+        return [*node.all_input_nodes, *self.writes.get(node, ())]
 
     def _carried(self, node: fx.Node) -> set[fx.Node]:
         """The values that a node carries on: what it is a form or norm of, the stream of a sum."""
@@ -213,7 +228,7 @@ class _Finder:
 
     def _describe(self, add: fx.Node, branch: fx.Node, residual: fx.Node) -> ResidualSite:
         root = peel(residual)
-        reached = self._reach(root, self.order[branch])
+        reached = self._reach(root, self.order[add])
         members = self._between(root, branch, reached)
         return ResidualSite(
             add=add,
@@ -234,7 +249,7 @@ class _Finder:
         """
         found, pending = {branch}, [branch]
         while pending:
-            for source in pending.pop().all_input_nodes:
+            for source in self._sources(pending.pop()):
                 is_stream = source is root or root in self.stream.get(source, ())
                 if source in reached and source not in found and not is_stream:
                     found.add(source)

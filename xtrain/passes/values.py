@@ -132,6 +132,22 @@ def made_of_parameters(node: fx.Node, depth: int = 8) -> bool:
     return bool(inputs) and all(made_of_parameters(n, depth - 1) for n in inputs)
 
 
+_BUFFERS = frozenset({"zeros", "zeros_like", "new_zeros", "empty", "empty_like", "new_empty"})
+
+
+def filled_buffer(node: fx.Node) -> fx.Node | None:
+    """The fresh buffer that a node writes into, None for any other node.
+
+    out = zeros_like(x); out[mask] = f(x[mask]); out.index_add_(0, i, f(x[i])): no edge of the graph
+    leads from the write to who reads `out` behind it.
+    """
+    name = fx_utils.op_name(node)
+    writes = name == "setitem" or (name.endswith("_") and not name.endswith("__"))
+    target = fx_utils.operand(node, 0, "input", "self") if writes else None
+    is_fresh = isinstance(target, fx.Node) and fx_utils.op_name(target) in _BUFFERS
+    return target if is_fresh else None
+
+
 def parameters_read_by(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
     """Yield the parameters that these nodes multiply by or add, in the nodes' order."""
     seen = set()
