@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -129,3 +131,10 @@ def test_the_example_of_docs_passes_runs_as_pasted(tmp_path):
     assert "tanh True" in output
     placed = ["insert_residual_dropout", "normalise", "use_tanh_gelu"]
     assert f"registered 2 {placed}" in output
+
+
+def test_the_callers_logs_and_warnings_are_left_as_they_were():
+    loggers = [logging.getLogger(name) for name in ("torch", "xtrain.passes")]
+    before = [logger.level for logger in loggers], list(warnings.filters)
+    assert main(["tiny"]) == 0
+    assert ([logger.level for logger in loggers], list(warnings.filters)) == before

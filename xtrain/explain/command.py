@@ -10,7 +10,8 @@ import os
 import sys
 import tomllib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -74,46 +75,56 @@ def main(arguments: Sequence[str] | None = None) -> int:
         changes = dict(_assignment(text) for text in args.set)
         _check(args)
         limit_spinning()
-        _quieten()
-        from xtrain.explain.capture import explain
-        from xtrain.explain.subject import imported, load
+        with _quiet():
+            from xtrain.explain.capture import explain
+            from xtrain.explain.subject import imported, load
 
-        passes = [imported(name) for name in getattr(args, "pass")]
-        subject = load(
-            args.model,
-            layers=args.layers,
-            hidden=args.hidden,
-            changes=changes,
-            batch=args.batch,
-            seq=args.seq,
-        )
-        found = explain(
-            subject,
-            dtype=args.dtype,
-            passes=passes,
-            dropout=args.dropout,
-            existing=args.existing,
-            kernels=args.kernels,
-            logits=args.logits,
-            disable_passes=args.disable_pass,
-            dump_graphs=args.dump_graphs,
-        )
-        _write(found, args)
+            passes = [imported(name) for name in getattr(args, "pass")]
+            subject = load(
+                args.model,
+                layers=args.layers,
+                hidden=args.hidden,
+                changes=changes,
+                batch=args.batch,
+                seq=args.seq,
+            )
+            found = explain(
+                subject,
+                dtype=args.dtype,
+                passes=passes,
+                dropout=args.dropout,
+                existing=args.existing,
+                kernels=args.kernels,
+                logits=args.logits,
+                disable_passes=args.disable_pass,
+                dump_graphs=args.dump_graphs,
+            )
+            _write(found, args)
     return status.code
 
 
-def _quieten() -> None:
+@contextmanager
+def _quiet() -> Iterator[None]:
     """Leave warnings about graph breaks and fallbacks to the report, which lists them.
 
     Who asks torch for its logs gets them.
     """
     if "TORCH_LOGS" in os.environ:
+        yield
         return
     import torch  # noqa: F401  (sets the levels of its loggers)
 
-    warnings.simplefilter("ignore")
-    for name in ("torch", "xtrain.passes"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
+    loggers = [logging.getLogger(name) for name in ("torch", "xtrain.passes")]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
 
 
 def _write(found: Any, args: argparse.Namespace) -> None:
