@@ -42,7 +42,7 @@ class Op:
     backward_decomposition: Callable[..., Any]  # same arguments as backward
     supports: Callable[..., str | None]  # same arguments as public; why the kernel cannot, or None
     # Same arguments as public: whether, where inductor compiles, the kernel beats the decomposition
-    # on this device, dtype and class of shapes, as measured by bench/report_ops.py.
+    # on this device, dtype and class of shapes; bench/report_ops.py measures it.
     prefers_kernel: Callable[..., bool] = lambda *args, **kwargs: False
 
 
