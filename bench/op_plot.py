@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -63,16 +64,18 @@ def draw_op(panel: Any, rows: Sequence[Mapping[str, Any]]) -> None:
             at, first = cases.index(label_of(r)), label_of(r) == cases[0]
             label = "copy of as many bytes" if first else None
             panel.hlines(rate_of(r), at - 0.45, at + 0.45, "black", "--", label=label)
-    panel.set_xticks(range(len(cases)), cases, fontsize=8)
+    panel.set_xticks(range(len(cases)), cases, fontsize=7 if len(cases) > 4 else 8)
     panel.set_ylabel(f"forward and backward, {unit}")
     panel.grid(axis="y", alpha=0.3)
     panel.margins(y=0.25)
-    panel.legend(fontsize=8, ncols=4, loc="upper left")
+    panel.legend(fontsize=7, ncols=6, loc="upper left", columnspacing=1.0, handlelength=1.4)
 
 
 def label_of(row: Mapping[str, Any]) -> str:
     sizes = ", ".join(str(n) for n in row["shape"])
-    return f"{row['case']}\n[{sizes}] {row['dtype']}"
+    return "\n".join(
+        [*textwrap.wrap(row["case"], 14), *textwrap.wrap(f"[{sizes}]", 14), row["dtype"]]
+    )
 
 
 def rate_of(row: Mapping[str, Any]) -> float:

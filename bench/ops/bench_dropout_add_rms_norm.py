@@ -149,11 +149,15 @@ TARGETS = [
 
 
 def num_bytes(case: Case, mode: str) -> int:
-    """x and residual in, h and y out; then both their gradients and h in, both gradients out."""
+    """x and residual in, h and y out; then both their gradients and h in, both gradients out.
+
+    Without dropout x and residual have one gradient, where they have one dtype.
+    """
     stream = torch.promote_types(case.dtype, case.options["residual"])
     x, h, residual = case.dtype.itemsize, stream.itemsize, case.options["residual"].itemsize
     forward = x + residual + h + x
-    backward = h + x + h + x + residual
+    shared = case.options["p"] == 0 and x == residual
+    backward = h + x + h + residual + (0 if shared else x)
     return {"forward": forward, "both": forward + backward}[mode] * case.numel
 
 

@@ -69,7 +69,7 @@ def forward(inputs: list[Tensor], p: float, cast: str, y_dtype=None) -> tuple[Te
 def backward(h: Tensor, inputs: list[Tensor], p: float, cast: str, has_grad_h: bool = True):
     x, residual, weight, dh, dy = inputs
     random = threshold_of(p), scale_of(p), torch.tensor(SEED), torch.tensor(OFFSET)
-    return fused.dropout_add_rms_norm_bwd(
+    grad_x, grad_residual, grad_weight = fused.dropout_add_rms_norm_bwd(
         dh if has_grad_h else None,
         [dy],
         h,
@@ -80,6 +80,9 @@ def backward(h: Tensor, inputs: list[Tensor], p: float, cast: str, has_grad_h: b
         x.dtype,
         residual.dtype,
     )
+    shared = p == 0 and x.dtype == residual.dtype
+    assert grad_x.numel() == (0 if shared else x.numel())
+    return grad_residual if shared else grad_x, grad_residual, grad_weight
 
 
 def with_grads(function, inputs: list[Tensor], p: float, cast: str, has_grad_h: bool = True):

@@ -46,7 +46,8 @@ def compiled(
     sizes = {name: value for name, value in sizes.items() if name != "per_sm"}
     options = {n: sizes.pop(n) for n in ("num_warps", "maxnreg") if n in sizes}
     norm_dtype = torch.promote_types(dtypes[1], dtypes[2])
-    constants = dict(DROPS=True, HAS_GRAD_H=True, NUM_GRAD_Y=1, LLAMA=True, N_COLS=n_cols)
+    constants = dict(DROPS=True, HAS_GRAD_H=True, HAS_GRAD_X=True, NUM_GRAD_Y=1)
+    constants |= dict(LLAMA=True, N_COLS=n_cols)
     constants |= dict(Y_DTYPE=rows.triton_dtype(norm_dtype), **sizes)
     constants["EVEN"] = n_cols == sizes["CHUNK"] * sizes["NUM_CHUNKS"]
     constants |= more

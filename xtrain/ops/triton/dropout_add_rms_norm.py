@@ -132,6 +132,7 @@ def _dropout_add_rms_norm_bwd_kernel(
     scale,
     DROPS: tl.constexpr,
     HAS_GRAD_H: tl.constexpr,
+    HAS_GRAD_X: tl.constexpr,
     NUM_GRAD_Y: tl.constexpr,
     N_COLS: tl.constexpr,
     LLAMA: tl.constexpr,
@@ -176,7 +177,8 @@ def _dropout_add_rms_norm_bwd_kernel(
             if DROPS:
                 words = chunk_words(seed, offset, rows, chunk, CHUNK, VEC, N_COLS)
                 grad = dropped_out(grad, words, last_dropped, scale)
-            store_chunk(grad_x_ptr, grad, rows, chunk, n_rows, N_COLS, VEC, EVEN)
+            if HAS_GRAD_X:
+                store_chunk(grad_x_ptr, grad, rows, chunk, n_rows, N_COLS, VEC, EVEN)
         grad_weight = sums
     store_partials(partial_ptr, grad_weight, N_COLS)
 
@@ -257,7 +259,7 @@ def dropout_add_rms_norm_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch on contiguous tensors, one to three in grad_y, whose sum it takes.
 
-    Return (grad_x, grad_residual, grad_weight).
+    Return (grad_x, grad_residual, grad_weight); grad_x has no elements where grad_residual is both.
     """
     n_cols = h.shape[-1]
     n_rows = h.numel() // n_cols
@@ -265,7 +267,8 @@ def dropout_add_rms_norm_bwd(
     dtypes = [*loaded, x_dtype, residual_dtype]
     tile = dropout_add_rms_norm_block_sizes(n_cols, dtypes, loaded, backward=True)
     programs = num_programs(n_rows, tile, h.device)
-    grad_x = torch.empty(h.shape, dtype=x_dtype, device=h.device)
+    of_x = (0,) if threshold == 0 and x_dtype == residual_dtype else h.shape
+    grad_x = torch.empty(of_x, dtype=x_dtype, device=h.device)
     grad_residual = torch.empty(h.shape, dtype=residual_dtype, device=h.device)
     partial = torch.empty(programs, n_cols, dtype=torch.float32, device=h.device)
     _dropout_add_rms_norm_bwd_kernel[(programs,)](
@@ -284,6 +287,7 @@ def dropout_add_rms_norm_bwd(
         scale,
         DROPS=threshold > 0,
         HAS_GRAD_H=grad_h is not None,
+        HAS_GRAD_X=grad_x.numel() > 0,
         NUM_GRAD_Y=len(grad_y),
         N_COLS=n_cols,
         LLAMA=llama,
