@@ -5,7 +5,8 @@ Tiling:   the heads of q and k count through: head n < N is q's, else k's n - N.
           rows of cos and sin once.
 Bytes:    each element of q and k is read and written once; cos and sin are read once per token and
           program, from the L2 where samples or programs share them.
-Numerics: products and sum in c, rounded once; elements from R on are copied bit for bit.
+Numerics: products and sum in c, each rounded there as in torch, and once more to the dtype of x;
+          elements from R on are copied bit for bit.
 
 q and k may have any strides but the last, which is 1: views of a packed projection are read in
 place. PAIRS = R / 2.
@@ -202,6 +203,8 @@ def _launch(
         BLOCK_PAIRS=triton.next_power_of_2(pairs),
         BLOCK_REST=triton.next_power_of_2(max(H - 2 * pairs, 1)),
         num_warps=num_warps,
+        # which product would be fused into the sum depends on the strides
+        enable_fp_fusion=False,
     )
     return outs
 
