@@ -38,6 +38,7 @@ CASES = {
         Case("1b stream", (16384, 2048), torch.bfloat16),
         Case("124m stream", (32768, 768), torch.bfloat16),
         Case("q/k norm", (8 * 2048 * 32, 128), torch.bfloat16),
+        Case("q/k norm, short", (32 * 1024 * 24, 64), torch.bfloat16),
     ],
     "cpu": [
         Case("odd", (67, 129), torch.bfloat16),

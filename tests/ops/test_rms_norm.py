@@ -201,13 +201,12 @@ def test_compiled_opaque_equals_eager(device):
         assert torch.equal(result, eager)
 
 
-def test_kernel_is_preferred_for_long_rows_on_a_gpu():
+def test_kernel_is_preferred_for_the_rows_of_models_on_a_gpu():
     prefers = OPS["rms_norm"].prefers_kernel
     with FakeTensorMode():
         for n_cols, preferred in (
-            (64, False),
-            (511, False),
-            (512, True),
+            (63, False),
+            (64, True),
             (8192, True),
             (8193, False),
         ):

@@ -127,12 +127,12 @@ def prefers_kernel(x: Tensor, weight: Tensor, eps: float = 1e-6, *, cast: str = 
 def prefers_row_kernel(x: Tensor, *others: Tensor) -> bool:
     """Return whether kernels that hold whole rows in registers beat inductor for x's rows.
 
-    On a GPU, from rows on that inductor reduces by a program of their own: forward and backward of
-    [32768, 4096] took 0.57 (rms_norm) and 0.76 (dropout_add_rms_norm) of inductor's time. Shorter
-    rows, those of query and key norms, inductor fuses with what comes before and after.
+    On a GPU, from the rows of query and key norms on: forward and backward took 0.51 to 0.70 of the
+    time of the fused decomposition from 128 to 4096 columns (bench/results/ops_h200_2026-11.md).
+    What little inductor could fuse with it, between products and kernels, does not make up for that.
     """
     dtypes = all(tensor.dtype in KERNEL_DTYPES for tensor in (x, *others))
-    return x.is_cuda and dtypes and 512 <= x.shape[-1] <= MAX_COLS
+    return x.is_cuda and dtypes and 64 <= x.shape[-1] <= MAX_COLS
 
 
 def norm_dtype(x_dtype: torch.dtype, weight_dtype: torch.dtype, cast: str) -> torch.dtype:
