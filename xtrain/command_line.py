@@ -15,7 +15,7 @@ from xtrain.config import ConfigError
 
 # Exit codes: the run failed; what the user asked for is wrong; Ctrl-C (128 + SIGINT).
 FAILURE, USAGE, INTERRUPTED = 1, 2, 130
-FAILURES = ("CheckpointError", "SiteError", "TrainingError")
+FAILURES = ("CheckpointError", "PassError", "SiteError", "TrainingError")
 
 
 class Parser(argparse.ArgumentParser):

@@ -75,6 +75,8 @@ def _sdpa(make: Make) -> Iterator[tuple[Any, ...]]:
     yield *qkv(2, 2, 1, 0, 3, 8), None, True, 0.3, None, None
     yield *qkv(2, 2, 1, 1, 1, 8), None, False, 0.3, None, None
     yield *qkv(0, 2, 1, 3, 0, 8), None, False, 0.3, None, None
+    documents = torch.tensor([[7, 7, 3, 3, 3], [0, 1, 1, 1, 2]])
+    yield *qkv(2, 4, 2, 5, 5, 8), None, True, 0.3, 4, None, documents
 
 
 def _rms_norm(make: Make) -> Iterator[tuple[Any, ...]]:
@@ -115,6 +117,16 @@ def _swiglu_packed(make: Make) -> Iterator[tuple[Any, ...]]:
     yield make(4, 0), "gate_up"
 
 
+def _geglu(make: Make) -> Iterator[tuple[Any, ...]]:
+    for i, args in enumerate(_swiglu(make)):
+        yield *args, ("none", "tanh")[i % 2]
+
+
+def _geglu_packed(make: Make) -> Iterator[tuple[Any, ...]]:
+    for i, args in enumerate(_swiglu_packed(make)):
+        yield *args, ("tanh", "none")[i % 2]
+
+
 def _cross_entropy(make: Make) -> Iterator[tuple[Any, ...]]:
     targets = torch.tensor([[0, 8, -100, 3], [5, 5, 2, -100]])
     weights = torch.rand(2, 4)
@@ -149,6 +161,8 @@ SAMPLES: dict[str, Callable[[Make], Iterator[tuple[Any, ...]]]] = {
     "sdpa": _sdpa,
     "swiglu": _swiglu,
     "swiglu_packed": _swiglu_packed,
+    "geglu": _geglu,
+    "geglu_packed": _geglu_packed,
     "cross_entropy": _cross_entropy,
     "linear_cross_entropy": _linear_cross_entropy,
 }
