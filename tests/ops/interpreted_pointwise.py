@@ -1,4 +1,4 @@
-"""The swiglu and rope kernels under Triton's interpreter, on CPU tensors.
+"""The rope kernels under Triton's interpreter, on CPU tensors.
 
 Run by test_triton_pointwise.py. The ops' CUDA implementations are called as a GPU would call them:
 what they copy before a launch, and what they leave to the kernel's strides, is tested along.
@@ -12,14 +12,12 @@ import pytest
 import torch
 from interpreter import bf16_rounds_to_nearest  # noqa: F401
 from test_rope import angles, plain, tables, token_major, truth
-from test_swiglu import assert_accurate
 from tolerances import assert_no_worse_than_plain
 from torch import Tensor
 
 import xtrain.ops.triton.rope as rope_kernels
-import xtrain.ops.triton.swiglu as swiglu_kernels
 
-SWIGLU, ROPE = import_module("xtrain.ops.swiglu"), import_module("xtrain.ops.rope")
+ROPE = import_module("xtrain.ops.rope")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LAYOUTS = ("half", "interleaved")
 PAST_INT32 = 2**30 + 16  # a stride that fits in 32 bits, twice of which does not
@@ -40,106 +38,6 @@ def far_apart(rows: Tensor) -> Tensor:
     memory = torch.empty(PAST_INT32 * (rows.shape[0] - 1) + rows.shape[-1], dtype=rows.dtype)
     torch.use_deterministic_algorithms(True)
     return memory.as_strided(rows.shape, (PAST_INT32, 1)).copy_(rows)
-
-
-def assert_dense(*results: Tensor) -> None:
-    for t in results:
-        assert t.stride() == torch.empty(t.shape).stride()
-
-
-# --- swiglu -------------------------------------------------------------------------------------
-
-
-def swiglu(gate: Tensor, up: Tensor, dy: Tensor) -> list[Tensor]:
-    return [SWIGLU._cuda(gate, up), *SWIGLU._backward_cuda(dy, gate, up)]
-
-
-def swiglu_packed(gate_up: Tensor, order: str, dy: Tensor) -> list[Tensor]:
-    grad = SWIGLU._packed_backward_cuda(dy, gate_up, order)
-    assert_dense(grad)
-    return [SWIGLU._packed_cuda(gate_up, order), *SWIGLU.halves(grad, order)]
-
-
-def draw(shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
-    return [(4 * torch.randn(shape)).to(dtype) for _ in range(3)]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (1,), (7,), (1, 1025), (3, 2, 33)], ids=str)
-def test_swiglu(shape, dtype):
-    gate, up, dy = draw(shape, dtype)
-    results = swiglu(gate, up, dy)
-    assert_dense(*results)
-    assert_accurate(results, gate, up, dy)
-
-
-@pytest.mark.parametrize("order", ["gate_up", "up_gate"])
-@pytest.mark.parametrize("shape", [(1, 2), (3, 254), (5, 2, 66), (2, 2100)], ids=str)
-def test_swiglu_packed_equals_separate(shape, order):
-    for dtype in (torch.float32, torch.bfloat16):
-        gate_up, _, dy = draw(shape, dtype)
-        dy = dy[..., : shape[-1] // 2]
-        gate, up = (half.contiguous() for half in SWIGLU.halves(gate_up, order))
-        packed = swiglu_packed(gate_up, order, dy)
-        for a, b in zip(packed, swiglu(gate, up, dy), strict=True):
-            assert torch.equal(a, b)
-        assert_accurate(packed, gate, up, dy)
-
-
-def test_swiglu_strided():
-    """Views whose rows a kernel can walk, and views that it must not."""
-    shape = (6, 4, 33)
-    wide = torch.randn(6, 4, 100)
-    views = {
-        "halves": wide[..., :66].chunk(2, -1),
-        "row strides differ": (wide[..., 5:38], torch.randn(shape)),
-        "one row": (wide[:1, :1, :33].expand(shape), torch.randn(shape)),
-        "one sample": (wide[:1, :, :33].expand(shape), wide[..., 50:83]),
-        "steps of 3": (wide[..., :99:3], wide[..., 1:100:3]),
-        "transposed": (torch.randn(33, 4, 6).transpose(0, 2),) * 2,
-    }
-    for name, (gate, up) in views.items():
-        for dy in (torch.randn(shape), torch.ones(()).expand(shape), wide[..., 60:93]):
-            before = [t.clone() for t in (gate, up, dy)]
-            results = swiglu(gate, up, dy)
-            assert_dense(*results)
-            for a, b in zip(results, swiglu(*before), strict=True):
-                assert torch.equal(a, b), name
-            assert all(torch.equal(t, b) for t, b in zip((gate, up, dy), before, strict=True))
-
-
-def test_swiglu_mixed_dtypes():
-    gate, up, dy = draw((3, 40), torch.bfloat16)
-    results = swiglu(gate, up.float(), dy.float())
-    assert [t.dtype for t in results] == [torch.float32, torch.bfloat16, torch.float32]
-    assert_accurate(results, gate, up.float(), dy.float())
-
-
-@pytest.mark.parametrize("blocks", [(1, 64), (4, 16), (2, 256)], ids=str)
-def test_swiglu_does_not_depend_on_the_tiling(blocks, monkeypatch):
-    gate_up, _, dy = draw((7, 2 * 67), torch.float32)
-    expected = swiglu_packed(gate_up, "gate_up", dy[:, :67])
-    monkeypatch.setattr(swiglu_kernels, "swiglu_block_sizes", lambda *sizes: (*blocks, 4))
-    for a, b in zip(swiglu_packed(gate_up, "gate_up", dy[:, :67]), expected, strict=True):
-        assert torch.equal(a, b)
-
-
-def test_swiglu_nan_and_infinity_as_in_the_reference():
-    special = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -200.0, 200.0, 1.0])
-    gate, up = (t.contiguous() for t in torch.broadcast_tensors(special[:, None], special))
-    out = SWIGLU._cuda(gate, up)
-    torch.testing.assert_close(out, SWIGLU.swiglu_reference(gate, up), equal_nan=True)
-    grads = SWIGLU._backward_cuda(torch.ones_like(gate), gate, up)
-    expected = SWIGLU.swiglu_backward_decomposition(torch.ones_like(gate), gate, up)
-    for a, b in zip(grads, expected, strict=True):
-        torch.testing.assert_close(a, b, equal_nan=True)
-
-
-def test_swiglu_rows_past_2_to_the_31_elements():
-    """Row C10: the product of row and row stride does not fit in 32 bits."""
-    gate, up, dy = draw((3, 16), torch.bfloat16)
-    for a, b in zip(swiglu(far_apart(gate), up, dy), swiglu(gate, up, dy), strict=True):
-        assert torch.equal(a, b)
 
 
 # --- rope ---------------------------------------------------------------------------------------

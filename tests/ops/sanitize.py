@@ -178,6 +178,18 @@ def _swiglu_packed(make: Any) -> Iterator[tuple[Any, ...]]:
         yield make(*shape), order
 
 
+def _geglu(make: Any) -> Iterator[tuple[Any, ...]]:
+    for approximate in ("none", "tanh"):
+        for args in _swiglu(make):
+            yield *args, approximate
+
+
+def _geglu_packed(make: Any) -> Iterator[tuple[Any, ...]]:
+    for approximate in ("none", "tanh"):
+        for args in _swiglu_packed(make):
+            yield *args, approximate
+
+
 def _rope_qk(make: Any) -> Iterator[tuple[Any, ...]]:
     for layout in ("half", "interleaved"):
         yield make(1, 1, 1, 2), make(1, 1, 1, 2), *_tables(1, 1), layout
@@ -218,6 +230,8 @@ AWKWARD = {
     "dropout_add_rms_norm": _dropout_add_rms_norm,
     "swiglu": _swiglu,
     "swiglu_packed": _swiglu_packed,
+    "geglu": _geglu,
+    "geglu_packed": _geglu_packed,
     "rope_qk": _rope_qk,
     "sdpa": _sdpa,
     "cross_entropy": _cross_entropy,

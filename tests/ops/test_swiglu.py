@@ -12,7 +12,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from xtrain.ops import OPS, swiglu
-from xtrain.ops.swiglu import halves, swiglu_packed
+from xtrain.ops.gated import halves
+from xtrain.ops.swiglu import swiglu_packed
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -42,14 +43,15 @@ def truth(gate: Tensor, up: Tensor, dy: Tensor) -> list[Tensor]:
     return [torch.from_numpy(np.asarray(r)).to(gate.device) for r in results]
 
 
-def assert_accurate(results: list[Tensor], gate: Tensor, up: Tensor, dy: Tensor) -> None:
+def assert_accurate(results, gate: Tensor, up: Tensor, dy: Tensor, plain=plain, truth=truth):
+    """Hold y, grad_gate and grad_up to an activation's truth, by default silu's."""
     rounded = with_grads(plain, gate, up, dy)
     for result, in_dtype, right in zip(results, rounded, truth(gate, up, dy), strict=True):
         assert_no_worse_than_plain(result, in_dtype, right)
 
 
 def packed_with_grads(gate_up: Tensor, dy: Tensor, order: str, function=swiglu_packed):
-    """y, grad_gate and grad_up by the packed op, whose one gradient is taken apart."""
+    """y, grad_gate and grad_up by a packed op, whose one gradient is taken apart."""
     gate_up = gate_up.detach().requires_grad_()
     out = function(gate_up, order=order)
     (grad,) = torch.autograd.grad(out, gate_up, dy)

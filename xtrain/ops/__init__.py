@@ -1,7 +1,8 @@
 """The ops of xtrain: public functions, and OPS, the table that tests and benchmarks iterate over.
 
 Each op lives in a contract file of its name (formula, reference, registration, public function);
-its Triton kernels in `xtrain/ops/triton/` under the same name, imported when first launched.
+its Triton kernels in `xtrain/ops/triton/` under the same name, imported when first launched. What
+ops of one kind share (gated.py) has its kernels under its own.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from xtrain.ops.dropout import OP as DROPOUT
 from xtrain.ops.dropout import dropout, dropout_mask
 from xtrain.ops.dropout_add_rms_norm import OP as DROPOUT_ADD_RMS_NORM
 from xtrain.ops.dropout_add_rms_norm import dropout_add_rms_norm
+from xtrain.ops.geglu import OP as GEGLU
+from xtrain.ops.geglu import OP_PACKED as GEGLU_PACKED
+from xtrain.ops.geglu import geglu
 from xtrain.ops.linear_cross_entropy import OP as LINEAR_CROSS_ENTROPY
 from xtrain.ops.linear_cross_entropy import linear_cross_entropy
 from xtrain.ops.registry import Op
@@ -37,6 +41,7 @@ __all__ = [
     "dropout",
     "dropout_add_rms_norm",
     "dropout_mask",
+    "geglu",
     "linear_cross_entropy",
     "rms_norm",
     "rope",
@@ -54,6 +59,8 @@ _TABLE = (
     SDPA,
     SWIGLU,
     SWIGLU_PACKED,
+    GEGLU,
+    GEGLU_PACKED,
     CROSS_ENTROPY,
     LINEAR_CROSS_ENTROPY,
 )
