@@ -64,7 +64,7 @@ def test_an_op_stays_one_node_through_aot_and_is_lowered_by_its_decomposition():
 
 def test_lowerings_wait_for_inductor_and_importing_ops_does_not_load_it():
     code = (
-        "import sys, xtrain.ops, xtrain.torch_compat as c; "
+        "import sys, xtrain.ops, xtrain.torch_compat.lowering as c; "
         "assert 'torch._inductor.lowering' not in sys.modules; assert c._pending_lowerings; "
         "import torch._inductor.lowering as l; c.flush_lowerings(); "
         "import torch; assert torch.ops.xtrain.dropout.default in l.lowerings; "

@@ -69,7 +69,8 @@ OPS: dict[str, Op] = {op.name: op for op in _TABLE}
 
 def _source_hash() -> str:
     """Return a hash of the code that inductor may have compiled into kernels cached on disk."""
-    sources = [*sorted(Path(__file__).parent.glob("*.py")), Path(torch_compat.__file__)]
+    folders = [Path(module).parent for module in (__file__, torch_compat.__file__)]
+    sources = [path for folder in folders for path in sorted(folder.glob("*.py"))]
     return sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
 
 

@@ -1,0 +1,129 @@
+"""Dynamo: the errors it hands on, its entries, its settings, its symbols and its counts."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+
+def argument_error(message: str) -> ValueError:
+    """Return the ValueError for a wrong argument, in a form that Dynamo hands on to the user.
+
+    Dynamo wraps what a fake implementation raises into its own RuntimeError, except for its own
+    `Unsupported`, which it raises as it is (fullgraph) or answers with a graph break, after which
+    the eager op raises. An exception that is both keeps `except ValueError` right in every mode.
+    """
+    if torch._guards.TracingContext.try_get() is None:
+        return ValueError(message)
+    return _traced_value_error()(message)
+
+
+@cache
+def _traced_value_error() -> type[ValueError]:
+    from torch._dynamo.exc import Unsupported
+
+    return type("TracedValueError", (Unsupported, ValueError), {})
+
+
+def backend_cause(error: BaseException) -> BaseException | None:
+    """Return the exception of our backend that Dynamo wrapped into `error`, or None."""
+    return getattr(error, "inner_exception", None)
+
+
+def is_for_dynamo(error: BaseException) -> bool:
+    """Return whether a backend's exception is for Dynamo to answer rather than a failure.
+
+    It traces the frame anew, or breaks the graph where a size depends on data.
+    """
+    exc = torch._dynamo.exc
+    return isinstance(error, (exc.RestartAnalysis, *exc.exceptions_allowed_to_be_fallback))
+
+
+def is_graph_break(error: BaseException) -> bool:
+    """Return whether Dynamo refused to trace a frame as one graph."""
+    return isinstance(error, torch._dynamo.exc.Unsupported)
+
+
+def graph_breaks() -> list[tuple[str, str]]:
+    """Return (place, reason) of each graph break since the last torch._dynamo.reset(), in order."""
+    from torch._dynamo.utils import graph_break_reasons
+
+    found = []
+    for entry in graph_break_reasons:
+        frame = entry.user_stack[-1] if entry.user_stack else None
+        place = f"{frame.filename}:{frame.lineno}" if frame is not None else "an unknown place"
+        found.append((place, entry.reason))
+    return found
+
+
+def num_compiled_graphs() -> int:
+    """Return how many graphs Dynamo has handed to backends in this process, recompiles included."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def fresh_entry(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Return a copy of function with a code object of its own.
+
+    Dynamo keeps its compiled variants, and their recompile limit, per code object: with a shared
+    one, the ninth compiled model of a process would silently fall back to eager.
+    """
+    code = function.__code__.replace(co_name=name, co_qualname=name)
+    return types.FunctionType(code, function.__globals__, name)
+
+
+def source_name(node: torch.fx.Node) -> str:
+    """Return where a placeholder's value comes from ("L['self'].weight"), "" if unknown."""
+    name = getattr(getattr(node, "_dynamo_source", None), "name", "")
+    return str(name() if callable(name) else name)  # a method up to torch 2.11
+
+
+def trace_config(**overrides: Any) -> Any:
+    """Patch Dynamo's configuration for the frames that are traced inside the context."""
+    return torch._dynamo.config.patch(**overrides)
+
+
+def trace_overrides(*, shared_layers: bool) -> dict[str, Any]:
+    """Return the Dynamo settings that our calls trace under.
+
+    optimize_ddp: Dynamo would cut the graph at DDP's buckets before our backend sees it, through
+    the middle of residual sites; `ddp_backend` cuts it afterwards instead.
+    allow_unspec_int_on_nn_module: a layer index must not make each layer a graph of its own.
+    """
+    overrides: dict[str, Any] = {"optimize_ddp": False}
+    if shared_layers:
+        overrides["allow_unspec_int_on_nn_module"] = True
+    return overrides
+
+
+def ignore_logging_calls() -> None:
+    """Let Dynamo trace through logging calls, which break graphs in Hugging Face losses."""
+    import logging
+
+    ignored = torch._dynamo.config.ignore_logging_functions
+    for name in ("warning_once", "info_once"):
+        method = getattr(logging.Logger, name, None)  # transformers adds these
+        if method is not None:
+            ignored.add(method)
+    # Up to torch 2.11 Dynamo's telemetry stumbles over the functions, in a traceback per compile.
+    if torch.__version__ < "2.12":
+        logging.getLogger("torch._dynamo.metrics_context").addFilter(_is_no_telemetry_error)
+
+
+def _is_no_telemetry_error(record: Any) -> bool:
+    return "exception logging compilation metrics" not in str(record.msg)
+
+
+def mark_dynamic(tensor: torch.Tensor, dims: list[int]) -> None:
+    """Ask Dynamo to trace these dimensions with symbols, without failing where it can't."""
+    for dim in dims:
+        torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+def guarded_float(value: torch.SymFloat) -> float:
+    """Return the number that a symbolic float stands for, guarding that it stays that number."""
+    float(value)  # the guard; what it returns went through decimal digits
+    return float(value.node.hint)

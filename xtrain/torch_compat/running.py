@@ -1,0 +1,76 @@
+"""What runs now: backward passes, dispatch modes, memory; and whether Triton is there."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def in_backward() -> bool:
+    """Return whether this thread runs inside an autograd backward (a recompute, a hook)."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def backward_keeps_graph() -> bool:
+    """Whether the running backward keeps what was saved for another one (retain_graph)."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def last_sequence_number() -> int:
+    """Return the number of the autograd node that was made last in this thread."""
+    return torch._C._autograd._get_sequence_nr() - 1
+
+
+def running_sequence_number() -> int | None:
+    """Return the number of the autograd node whose backward runs in this thread, None if none."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
+
+
+def is_observed() -> bool:
+    """Whether a dispatch mode (tracing, fake tensors, a recorder) sees the calls made now."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+class PlainDispatchMode(TorchDispatchMode):
+    """A dispatch mode that costs no import of Dynamo, over a second, where nothing compiles.
+
+    torch wraps a mode's __torch_dispatch__ so that Dynamo leaves it alone; the wrapper loads Dynamo
+    at its first call. What compiles under a mode is run eagerly with or without it.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+def real_tensors() -> Any:
+    """Suspend tracing and fake tensors, so that a constant of a graph can be computed."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
+class StorageRef:
+    """A weak reference to a tensor's memory: tells whether its address still means that tensor."""
+
+    def __init__(self, tensor: torch.Tensor):
+        from torch.multiprocessing.reductions import StorageWeakRef
+
+        self._ref = StorageWeakRef(tensor.untyped_storage())
+
+    def expired(self) -> bool:
+        """Return whether the memory has been given back."""
+        return self._ref.expired()
+
+
+# Looked up once, here: Dynamo cannot trace the lookup, and traces public functions that ask.
+_HAS_TRITON = find_spec("triton") is not None
+
+
+def has_triton() -> bool:
+    """Return whether Triton can be imported; asked before a kernel is launched."""
+    return _HAS_TRITON
