@@ -229,6 +229,30 @@ class Checkpointed(PreNorm):
         return x + self.marks[2](x @ self.linears[0].weight)
 
 
+class AddedInACheckpoint(PreNorm):
+    """Zamba: a branch is computed outside of the checkpointed layers that add it, one in another.
+
+    The first stream and what the layers skip enter as well, and are no branches.
+    """
+
+    kinds = ("attention", "feed_forward", "attention", "feed_forward")
+
+    def added(self, i: int, x: Tensor, attention: Tensor, start: Tensor) -> Tensor:
+        x = x + self.marks[i](attention) + start
+        return x + self.marks[i + 1](self.feed_forward(F.rms_norm(x, (D,))))
+
+    def inner(self, x: Tensor, start: Tensor) -> Tensor:
+        attention = self.attention(F.rms_norm(x, (D,)))
+        return checkpoint(self.added, 2, x, attention, start, use_reentrant=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        start = x
+        x = x * 0.5
+        attention = self.attention(F.rms_norm(x, (D,)))
+        x = checkpoint(self.added, 0, x, attention, start, use_reentrant=False)
+        return checkpoint(self.inner, x, start, use_reentrant=False)
+
+
 # name -> (model, inputs): every model above whose adds hold sites
 SITES: dict[str, Callable[[], tuple[Model, tuple[Tensor, ...]]]] = {
     cls.__name__: (lambda cls=cls, extra=extra: (cls(), (stream(), *extra)))
@@ -257,6 +281,7 @@ SITES: dict[str, Callable[[], tuple[Model, tuple[Tensor, ...]]]] = {
         (ZeroDropout, ()),
         (ReadElsewhere, ()),
         (Checkpointed, ()),
+        (AddedInACheckpoint, ()),
     )
 }
 SITES |= {name: (lambda add=add: (Spelling(add), (stream(),))) for name, add in SPELLINGS.items()}

@@ -60,10 +60,11 @@ def test_outputs_equal_the_masked_reference(name):
     assert_equal(found, masked_eagerly(model, args, seeds))
 
 
-def test_gradients_equal_the_masked_reference():
-    model, args, captured = captured_case("Checkpointed")
+@pytest.mark.parametrize("name", ["Checkpointed", "AddedInACheckpoint"])
+def test_gradients_equal_the_masked_reference(name):
+    model, args, captured = captured_case(name)
     module, _ = insert(captured)
-    seeds = rows(3)
+    seeds = rows(len(model.kinds))
     parameters = [p for p in model.parameters()]
     (found,) = module(*captured.inputs, seeds_tensor(seeds))
     expected = masked_eagerly(model, args, seeds)

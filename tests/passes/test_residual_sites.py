@@ -26,11 +26,17 @@ def names(sites):
 
 @pytest.mark.parametrize("name", SITES)
 def test_number_and_kinds(name):
-    """Bodies are searched on their own; test_insert_residual_dropout holds the order."""
+    """Bodies are searched by the calls to them; test_insert_residual_dropout holds the order."""
     model, _, captured = captured_case(name)
-    graphs = [part.graph for part in fx_utils.walk_graphs(captured.module)]
-    kinds = [site.kind for graph in graphs for site in find_residual_sites(graph)]
+    kinds = [site.kind for site in all_sites(captured.module.graph)]
     assert sorted(kinds) == sorted(model.kinds)
+
+
+def all_sites(graph, calls=()):
+    yield from find_residual_sites(graph, calls)
+    for node in graph.nodes:
+        for body in fx_utils.called_bodies(node):
+            yield from all_sites(body.graph, (*calls, node))
 
 
 @pytest.mark.parametrize("name", LOOK_ALIKES)

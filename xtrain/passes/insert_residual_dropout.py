@@ -24,7 +24,7 @@ from torch import fx
 
 from xtrain.ops.dropout import FORWARD as DROPOUT_OP
 from xtrain.passes import fx_utils
-from xtrain.passes.residual_sites import ResidualSite, find_residual_sites
+from xtrain.passes.residual_sites import ResidualSite, find_cut_adds, find_residual_sites
 from xtrain.passes.result import PassResult
 from xtrain.passes.values import is_active_dropout, is_xtrain_op, peeled_chain
 
@@ -93,10 +93,14 @@ class _Inserter:
         self.bodies: dict[fx.GraphModule, list[SiteSlot]] = {}
         self.residual_dropouts: set[fx.Node] = set()
 
-    def run(self, graph: fx.Graph) -> list[SiteSlot]:
-        """Insert into one graph and its bodies; the slots in execution order."""
+    def run(self, graph: fx.Graph, calls: tuple[fx.Node, ...] = ()) -> list[SiteSlot]:
+        """Insert into one graph and its bodies; the slots in execution order.
+
+        Args:     calls: those that lead to this graph, where one of them computes a branch that
+                  only its body adds.
+        """
         sites: dict[fx.Node, list[ResidualSite]] = {}
-        for site in find_residual_sites(graph):
+        for site in find_residual_sites(graph, calls if find_cut_adds(graph) else ()):
             sites.setdefault(site.add, []).append(site)
         slots: list[SiteSlot] = []
         rows = 0
@@ -105,7 +109,7 @@ class _Inserter:
                 slots.append(self._insert(graph, site, rows))
                 rows += _num_rows(slots[-1:])
             if fx_utils.called_bodies(node):
-                inside = self._enter_bodies(graph, node, rows)
+                inside = self._enter_bodies(graph, (*calls, node), rows)
                 rows += _num_rows(inside)
                 slots += inside
         return slots
@@ -137,8 +141,11 @@ class _Inserter:
             _erase_unread(site.branch, site.own)
         return slot
 
-    def _enter_bodies(self, graph: fx.Graph, call: fx.Node, row: int) -> list[SiteSlot]:
+    def _enter_bodies(
+        self, graph: fx.Graph, calls: tuple[fx.Node, ...], row: int
+    ) -> list[SiteSlot]:
         """Insert into the body of a higher-order call and hand it its rows of the seeds."""
+        call = calls[-1]
         bodies = fx_utils.called_bodies(call)
         outer = fx_utils.body_operands(call)
         if not outer:
@@ -151,7 +158,7 @@ class _Inserter:
             ]
         body = bodies[0]
         if body not in self.bodies:
-            self.bodies[body] = self.run(body.graph)
+            self.bodies[body] = self.run(body.graph, calls)
             body.recompile()
         inner = self.bodies[body]
         count = _num_rows(inner)
@@ -169,7 +176,10 @@ class _Inserter:
             replace(
                 slot,
                 witnesses=tuple(
-                    n for w in slot.witnesses if isinstance(n := outer.get(w), fx.Node)
+                    # a branch that enters the body has its parameters outside of it already
+                    n
+                    for w in slot.witnesses
+                    if isinstance(n := outer.get(w, w), fx.Node)
                 ),
             )
             for slot in inner

@@ -20,7 +20,7 @@ Post-dominance is not asked for: an auxiliary router loss bypasses the stream.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,14 +70,33 @@ class ResidualSite:
     witnesses: tuple[fx.Node, ...]
 
 
-def find_residual_sites(graph: fx.Graph) -> list[ResidualSite]:
-    """Return the sites of one graph (not of its higher-order bodies) in execution order."""
-    return _Finder(graph).run()
+def find_residual_sites(graph: fx.Graph, calls: Sequence[fx.Node] = ()) -> list[ResidualSite]:
+    """Return the sites of one graph (not of its higher-order bodies) in execution order.
+
+    Args:     calls: of a checkpointed body, the calls that lead to it, outermost first: with them
+              a branch is followed out of the body that only adds it to the stream (Zamba).
+    """
+    return _Finder(graph, _finder_of(calls), calls[-1] if calls else None).run()
+
+
+def _finder_of(calls: Sequence[fx.Node]) -> _Finder | None:
+    """Return a finder that has walked the graph of the last call."""
+    if not calls:
+        return None
+    *others, call = calls
+    finder = _Finder(call.graph, _finder_of(others), others[-1] if others else None)
+    finder.run()
+    return finder
 
 
 class _Finder:
-    def __init__(self, graph: fx.Graph):
+    def __init__(self, graph: fx.Graph, outer: _Finder | None = None, call: fx.Node | None = None):
         self.graph = graph
+        self.outer = outer
+        self.call = call
+        # placeholder of a body -> what the call hands it
+        operands = {} if call is None else fx_utils.body_operands(call)
+        self.operands = {p: o for p, o in operands.items() if isinstance(o, fx.Node)}
         self.order = {node: position for position, node in enumerate(graph.nodes)}
         # sum -> the values that it carries: itself and all addends, but for branches (the stream)
         self.stream: dict[fx.Node, set[fx.Node]] = {}
@@ -176,8 +195,8 @@ class _Finder:
 
     def _reach(self, root: fx.Node, last: int) -> dict[fx.Node, bool]:
         """Nodes up to position `last` that depend on root -> whether through a contraction."""
-        reached = {root: False}
-        pending = [root]
+        reached = {root: False} | self._reached_outside(root)
+        pending = [*reached]
         while pending:
             node = pending.pop()
             for user in self._readers(node):
@@ -188,6 +207,18 @@ class _Finder:
                     reached[user] = contracted
                     pending.append(user)
         return reached
+
+    def _reached_outside(self, root: fx.Node) -> dict[fx.Node, bool]:
+        """Inputs of a body that depend on its input `root`, as the calling graph shows."""
+        if self.outer is None or root not in self.operands:
+            return {}
+        source = peel(self.operands[root])
+        reached = self.outer._reach(source, self.outer.order[self.call])
+        return {
+            placeholder: reached[operand]
+            for placeholder, operand in self.operands.items()
+            if placeholder is not root and operand in reached
+        }
 
     def _readers(self, node: fx.Node) -> list[fx.Node]:
         """Who depends on a node's value: its users, and a fresh buffer that the node fills."""
@@ -202,7 +233,17 @@ class _Finder:
         """The values that a node carries on: what it is a form or norm of, the stream of a sum."""
         chain = carried_chain(node)
         members = set(chain).union(*(self.stream.get(link, ()) for link in chain))
-        return members | self._carried_through_body(chain[-1])
+        members |= self._carried_through_body(chain[-1])
+        if self.outer is not None and any(link in self.operands for link in members):
+            members |= self._carried_into_body(members)
+        return members
+
+    def _carried_into_body(self, inputs: set[fx.Node]) -> set[fx.Node]:
+        """The inputs of a body that others of its inputs carry."""
+        assert self.outer is not None
+        given = [self.operands[link] for link in inputs if link in self.operands]
+        outside = set().union(*map(self.outer._carried, given))
+        return {p for p, operand in self.operands.items() if operand in outside}
 
     def _carried_through_body(self, node: fx.Node) -> set[fx.Node]:
         """What an output of a checkpointed body carries of the operands that it was given."""
@@ -230,6 +271,9 @@ class _Finder:
         root = peel(residual)
         reached = self._reach(root, self.order[add])
         members = self._between(root, branch, reached)
+        if self.outer is not None and root in self.operands:
+            outside, reached_outside = self._between_outside(root, members)
+            members, reached = [*members, *outside], {**reached_outside, **reached}
         return ResidualSite(
             add=add,
             branch=branch,
@@ -255,6 +299,23 @@ class _Finder:
                     found.add(source)
                     pending.append(source)
         return sorted(found, key=lambda n: -self.order[n])
+
+    def _between_outside(
+        self, root: fx.Node, members: list[fx.Node]
+    ) -> tuple[list[fx.Node], dict[fx.Node, bool]]:
+        """The calling graph's part of a branch that enters a body, and what depends on root there.
+
+        The branch's own part in the caller is as near to the add as its input of the body.
+        """
+        assert self.outer is not None
+        source = peel(self.operands[root])
+        reached = self.outer._reach(source, self.outer.order[self.call])
+        found: list[fx.Node] = []
+        for member in members:
+            operand = self.operands.get(member)
+            if operand in reached and operand is not source:
+                found += self.outer._between(source, operand, reached)
+        return list(dict.fromkeys(found)), reached
 
 
 def _same_shape(a: torch.Tensor, b: torch.Tensor) -> bool:
