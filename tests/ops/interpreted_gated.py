@@ -66,6 +66,15 @@ def test_small_and_large_gates(activation):
         assert ((result.double() - right).abs() <= 5e-7 * scale).all()  # 4 ulp of 1
 
 
+def test_left_tail(activation):
+    """Where 1 + erf and 1 + tanh have nothing left of gelu in fp32, the kernels have 4 digits."""
+    gate = torch.linspace(-9, 0, 1801)
+    y, _, grad_up = apart(activation, gate, torch.ones_like(gate), torch.ones_like(gate))
+    right = activation.truth(gate, torch.ones_like(gate), torch.ones_like(gate))
+    torch.testing.assert_close(y.double(), right[0], rtol=3e-5, atol=0)
+    torch.testing.assert_close(grad_up.double(), right[2], rtol=3e-5, atol=0)
+
+
 @pytest.mark.parametrize("order", ["gate_up", "up_gate"])
 @pytest.mark.parametrize("shape", [(1, 2), (3, 254), (5, 2, 66), (2, 2100)], ids=str)
 def test_packed_equals_separate(activation, shape, order):

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from xtrain.ops.layout import row_stride
+from xtrain.ops.triton.launching import launch
 
 
 @triton.jit
@@ -32,6 +33,28 @@ def _tile(n_rows, n_cols, n_col_blocks, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl
     cols = tl.arange(0, BLOCK_COLS)
     inside = (rows < n_rows)[:, None] & (first_col + cols < n_cols)[None, :]
     return rows.to(tl.int64)[:, None], first_col, cols[None, :], inside
+
+
+@triton.jit
+def _normal_distribution(x, power):
+    """Return P(X <= x) = (1 + erf(x / sqrt(2))) / 2 of a standard normal X; power = exp(-x^2 / 2).
+
+    In fp32 the tail P(-|x|) is power times a polynomial in 1 / (1 + 0.34 |x|), the form of 7.1.26 in
+    Abramowitz and Stegun with coefficients fitted to this use: off by at most 1.2e-8, and by 1.2e-5
+    of itself, where 1 + erf cancels. An erf would take 5 instructions more forward and 12 backward,
+    and a GPU that moves bf16 has no time for them.
+    """
+    if x.dtype == tl.float64:
+        return 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
+    t = 1.0 / (1.0 + 0.34 * tl.abs(x))
+    p = t * 0.04393524370902175 - 0.1965943908632201
+    p = t * p + 0.25705374231055633
+    p = t * p - 0.024270480827412524
+    p = t * p + 0.15339269817167844
+    p = t * p + 0.13053303043487555
+    p = t * p + 0.13595015897379017
+    tail = power * (t * p)
+    return tl.where(x >= 0.0, 1.0 - tail, tail)
 
 
 @triton.jit
@@ -50,9 +73,9 @@ def _value_and_slope(gate, ACTIVATION: tl.constexpr):
         inner = 1.5957691216057308 + 0.21406444881780074 * square
         slope = share + gate * (power * larger * larger) * inner
     else:
-        share = 0.5 + 0.5 * tl.erf(gate * 0.7071067811865476)
-        density = tl.exp(-0.5 * gate * gate) * 0.3989422804014327
-        slope = share + gate * density
+        power = tl.exp(-0.5 * gate * gate)
+        share = _normal_distribution(gate, power)
+        slope = share + gate * power * 0.3989422804014327  # 1 / sqrt(2 pi)
     return gate * share, slope
 
 
@@ -176,7 +199,9 @@ def _launch(kernel: triton.JITFunction, tensors: Sequence[Tensor], activation: s
     itemsize = min(t.element_size() for t in tensors)
     block_rows, block_cols, num_warps = gated_block_sizes(n_rows, n_cols, itemsize)
     n_col_blocks = triton.cdiv(n_cols, block_cols)
-    kernel[(triton.cdiv(n_rows, block_rows) * n_col_blocks,)](
+    launch(
+        kernel,
+        (triton.cdiv(n_rows, block_rows) * n_col_blocks,),
         *tensors,
         *strides,
         n_rows,
