@@ -27,6 +27,7 @@ _SWAPS = {
     "use_triton_rms_norm": "norm",
     "use_triton_rope": "rope",
     "use_triton_swiglu": "swiglu",
+    "use_triton_geglu": "geglu",
     "use_triton_sdpa": "sdpa",
     "use_triton_linear_cross_entropy": "loss",
     "fuse_dropout_add_rms_norm": "fused",

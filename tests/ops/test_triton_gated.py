@@ -42,8 +42,8 @@ TENSORS = {
     _gated_fwd_kernel: (("gate", "up"), ("out",)),
     _gated_bwd_kernel: (("grad_out", "gate", "up"), ("grad_gate", "grad_up")),
 }
-# SASS instructions an element in bf16. An H200 issues about 40 forward and 65 backward in the time in
-# which it moves the element's bytes.
+# SASS instructions an element in bf16. An H200 issues about 40 forward and 65 backward while it
+# moves the element's bytes.
 INSTRUCTIONS = {
     "silu": {_gated_fwd_kernel: 30, _gated_bwd_kernel: 40},
     "gelu": {_gated_fwd_kernel: 43, _gated_bwd_kernel: 52},

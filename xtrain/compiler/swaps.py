@@ -16,6 +16,7 @@ from xtrain.passes import fx_utils
 from xtrain.passes.fuse_dropout_add_rms_norm import fuse_dropout_add_rms_norm
 from xtrain.passes.normalise import normalise
 from xtrain.passes.remove_noop_views import remove_noop_views
+from xtrain.passes.use_triton_geglu import use_triton_geglu
 from xtrain.passes.use_triton_linear_cross_entropy import use_triton_linear_cross_entropy
 from xtrain.passes.use_triton_rms_norm import use_triton_rms_norm
 from xtrain.passes.use_triton_rope import use_triton_rope
@@ -28,6 +29,7 @@ _SWAPS: tuple[Callable[..., passes.PassResult], ...] = (
     use_triton_rms_norm,
     use_triton_rope,
     use_triton_swiglu,
+    use_triton_geglu,
     use_triton_sdpa,
     use_triton_linear_cross_entropy,
     fuse_dropout_add_rms_norm,

@@ -6,6 +6,7 @@
     use_triton_rms_norm       first of the swaps: what it leaves is plainer for the others
     use_triton_rope           before attention, which reads its results
     use_triton_swiglu
+    use_triton_geglu
     use_triton_sdpa           reads through the casts that rope left
     use_triton_linear_cross_entropy
     fuse_dropout_add_rms_norm behind the norms and the dropout that it joins
@@ -39,6 +40,7 @@ PASSES: tuple[str, ...] = (
     "use_triton_rms_norm",
     "use_triton_rope",
     "use_triton_swiglu",
+    "use_triton_geglu",
     "use_triton_sdpa",
     "use_triton_linear_cross_entropy",
     "fuse_dropout_add_rms_norm",

@@ -39,10 +39,10 @@ def _tile(n_rows, n_cols, n_col_blocks, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl
 def _normal_distribution(x, power):
     """Return P(X <= x) = (1 + erf(x / sqrt(2))) / 2 of a standard normal X; power = exp(-x^2 / 2).
 
-    In fp32 the tail P(-|x|) is power times a polynomial in 1 / (1 + 0.34 |x|), the form of 7.1.26 in
-    Abramowitz and Stegun with coefficients fitted to this use: off by at most 1.2e-8, and by 1.2e-5
-    of itself, where 1 + erf cancels. An erf would take 5 instructions more forward and 12 backward,
-    and a GPU that moves bf16 has no time for them.
+    In fp32 the tail P(-|x|) is power times a polynomial in 1 / (1 + 0.34 |x|), the form of
+    Abramowitz and Stegun (7.1.26) with coefficients fitted to this use: off by at most 1.2e-8,
+    and by 1.2e-5 of itself, where 1 + erf cancels. An erf would take 5 instructions more forward
+    and 12 backward, and a GPU that moves bf16 has no time for them.
     """
     if x.dtype == tl.float64:
         return 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
