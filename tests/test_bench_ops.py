@@ -35,7 +35,8 @@ from xtrain.ops import OPS  # noqa: E402
 
 CPU = torch.device("cpu")
 BENCHES = {op: import_module(f"bench.ops.bench_{op}") for op in run_op.known_ops()}
-MEASURED_WITH = {"rope": "rope_qk", "swiglu_packed": "swiglu", "cross_entropy": None}
+MEASURED_WITH = {"rope": "rope_qk", "swiglu_packed": "swiglu", "geglu_packed": "geglu"}
+MEASURED_WITH |= {"cross_entropy": None}
 CASE = Case("stream", (32768, 4096), torch.bfloat16)
 
 
@@ -93,6 +94,8 @@ def test_plain_pytorch_and_the_truth_agree(op):
         ("rms_norm", 0, "both", 5),
         ("swiglu", 0, "both", 8),
         ("swiglu", 1, "both", 8),
+        ("geglu", 0, "both", 8),
+        ("geglu", 1, "forward", 3),
     ],
 )
 def test_bytes_of_the_floor(op, case, mode, tensors):

@@ -132,7 +132,7 @@ def test_counts_of_a_family(family):
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_an_encoder_decoder_with_gated_feed_forwards(autocast):
-    """T5 1.1 writes its GELU out. One loss of bf16 logits may be exact by chance: these are held."""
+    """T5 1.1 writes its GELU out. A loss of bf16 logits may be exact by chance: these are held."""
     transformers = pytest.importorskip("transformers")
     options = {"feed_forward_proj": "gated-gelu", "dropout_rate": 0.0}
     config = transformers.AutoConfig.for_model("t5", **T5, **options)

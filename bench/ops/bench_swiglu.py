@@ -68,7 +68,7 @@ def make_inputs(case: Case, device: torch.device) -> Inputs:
     return Inputs((draw(hidden).requires_grad_(), draw(hidden).requires_grad_()), (grad,))
 
 
-def _of_operands(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+def of_operands(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
     """Let a function of gate and up take one packed tensor as well."""
 
     def either(*args: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ def _of_operands(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., 
 
 
 def plain(case: Case) -> Callable[..., Tensor]:
-    return _of_operands(lambda gate, up: F.silu(gate) * up)
+    return of_operands(lambda gate, up: F.silu(gate) * up)
 
 
 def seen_through(case: Case) -> Callable[..., Tensor]:
@@ -94,7 +94,7 @@ def ours(case: Case) -> Callable[..., Tensor]:
 
 
 def ligers(case: Case) -> Callable[..., Tensor]:
-    return _of_operands(liger("swiglu", "LigerSiLUMulFunction").apply)
+    return of_operands(liger("swiglu", "LigerSiLUMulFunction").apply)
 
 
 PROVIDERS = {
