@@ -313,6 +313,21 @@ def test_the_ddp_splitter_cuts_at_buckets_and_calls_the_backend_per_piece():
     assert len(pieces) == 2 and torch.equal(result, model(x))
 
 
+def test_inductors_allocation_gives_the_layout_that_is_asked_for(device):
+    empty = torch_compat.empty_strided(device.type)
+    tensor = empty((2, 3), (1, 2), torch.bfloat16)
+    assert tensor.device.type == device.type and tensor.dtype == torch.bfloat16
+    assert tensor.shape == (2, 3) and tensor.stride() == (1, 2)
+    assert tensor.data_ptr() % 16 == 0
+
+
+@pytest.mark.gpu
+def test_raw_stream_is_the_current_one():
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        assert torch_compat.raw_stream("cuda")(stream.device_index) == stream.cuda_stream
+
+
 def test_has_triton_says_whether_it_can_be_imported():
     assert torch_compat.has_triton() == (importlib.util.find_spec("triton") is not None)
 

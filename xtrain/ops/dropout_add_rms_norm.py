@@ -313,6 +313,7 @@ FORWARD = registry.define_op(
     decomposition=dropout_add_rms_norm_decomposition,
     cpu=_cpu,
     cuda=_cuda,
+    replayed=True,
 )
 # h first, not the gradients as elsewhere: the launch goes to the GPU of the first argument, and
 # either gradient may be missing. grad_y is a list so that a pass may hand over what autograd would
@@ -325,6 +326,7 @@ BACKWARD = registry.define_op(
     decomposition=dropout_add_rms_norm_backward_decomposition,
     cpu=_backward_eager,
     cuda=_backward_cuda,
+    replayed=True,
 )
 
 

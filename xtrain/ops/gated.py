@@ -68,6 +68,7 @@ class Gated:
             decomposition=self.decomposition,
             cpu=self._eager,
             cuda=self._cuda,
+            replayed=True,
         )
         backward = registry.define_op(
             f"{self.name}_backward(Tensor grad_out, {arguments}) -> (Tensor, Tensor)",
@@ -75,6 +76,7 @@ class Gated:
             decomposition=self.backward_decomposition,
             cpu=self._backward_eager,
             cuda=self._backward_cuda,
+            replayed=True,
         )
         return forward, backward
 
@@ -86,6 +88,7 @@ class Gated:
             decomposition=self.packed_decomposition,
             cpu=self._packed_eager,
             cuda=self._packed_cuda,
+            replayed=True,
         )
         backward = registry.define_op(
             f"{self.name}_packed_backward(Tensor grad_out, {arguments}) -> Tensor",
@@ -93,6 +96,7 @@ class Gated:
             decomposition=self.packed_backward_decomposition,
             cpu=self._packed_backward_eager,
             cuda=self._packed_backward_cuda,
+            replayed=True,
         )
         return forward, backward
 

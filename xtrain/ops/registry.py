@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from xtrain import torch_compat
+from xtrain.ops import replay
 
 LIBRARY = torch.library.Library("xtrain", "DEF")
 
@@ -53,6 +54,7 @@ def define_op(
     decomposition: Callable[..., Any],
     cpu: Callable[..., Any] | None = None,
     cuda: Callable[..., Any] | None = None,
+    replayed: bool = False,
 ) -> torch._ops.OpOverload:
     """Define xtrain::<schema> with its fake, its kernels and its lowering; return the overload.
 
@@ -62,14 +64,20 @@ def define_op(
               decomposition: pure torch functions on the schema's arguments; traced with symbolic
               sizes, so it must not build tensors from data or branch on values.
               cpu, cuda: eager kernels; None means the decomposition.
+              replayed: whether inductor's code calls cuda without the dispatcher (replay.py); all
+              its kernels must then go through ops/triton/launching.py.
     """
     name = schema[: schema.index("(")]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     overload = getattr(torch.ops.xtrain, name).default
     fake, decomposition = _transparent(overload, fake), _transparent(overload, decomposition)
     cpu, cuda = cpu and _transparent(overload, cpu), cuda and _transparent(overload, cuda)
+    on_device = _on_its_device(cuda) if cuda else decomposition
     LIBRARY.impl(name, cpu or decomposition, "CPU")
-    LIBRARY.impl(name, _on_its_device(cuda) if cuda else decomposition, "CUDA")
+    LIBRARY.impl(name, on_device, "CUDA")
+    if replayed:
+        replay.CALLS[name] = replay.Replayed(overload, on_device)
+        torch_compat.call_in_inductors_code(overload, replay.__name__, f"CALLS[{name!r}]")
 
     def fake_and_lower(*args: Any, **kwargs: Any) -> Any:
         torch_compat.flush_lowerings()
@@ -102,9 +110,10 @@ def _transparent(overload: torch._ops.OpOverload, function: Callable[..., Any]) 
 def _on_its_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """Launch on the GPU of the first argument: Triton launches on the current one."""
 
-    def on_device(*args: Any) -> Any:
+    @functools.wraps(kernel)
+    def on_device(*args: Any, **kwargs: Any) -> Any:
         with torch.cuda.device_of(args[0]):
-            return kernel(*args)
+            return kernel(*args, **kwargs)
 
     return on_device
 

@@ -200,6 +200,7 @@ FORWARD = registry.define_op(
     decomposition=rms_norm_decomposition,
     cpu=_eager,
     cuda=_cuda,
+    replayed=True,
 )
 BACKWARD = registry.define_op(
     "rms_norm_backward(Tensor grad_out, Tensor x, Tensor weight, float eps, str cast, "
@@ -208,6 +209,7 @@ BACKWARD = registry.define_op(
     decomposition=rms_norm_backward_decomposition,
     cpu=_backward_eager,
     cuda=_backward_cuda,
+    replayed=True,
 )
 
 

@@ -233,6 +233,7 @@ FORWARD = registry.define_op(
     decomposition=rope_decomposition,
     cpu=_eager,
     cuda=_cuda("rope_fwd", rope_decomposition),
+    replayed=True,
 )
 BACKWARD = registry.define_op(
     "rope_backward(Tensor grad_out, Tensor cos, Tensor sin, str layout, bool opaque=False) "
@@ -240,6 +241,7 @@ BACKWARD = registry.define_op(
     fake=_fake,
     decomposition=rope_backward_decomposition,
     cuda=_cuda("rope_bwd", rope_backward_decomposition),
+    replayed=True,
 )
 FORWARD_QK = registry.define_op(
     "rope_qk(Tensor q, Tensor k, Tensor cos, Tensor sin, str layout, bool opaque=False) "
@@ -248,6 +250,7 @@ FORWARD_QK = registry.define_op(
     decomposition=rope_qk_decomposition,
     cpu=_eager_qk,
     cuda=_cuda_qk("rope_qk_fwd", rope_qk_decomposition),
+    replayed=True,
 )
 BACKWARD_QK = registry.define_op(
     "rope_qk_backward(Tensor grad_q, Tensor grad_k, Tensor cos, Tensor sin, str layout, "
@@ -255,6 +258,7 @@ BACKWARD_QK = registry.define_op(
     fake=_fake_qk,
     decomposition=rope_qk_backward_decomposition,
     cuda=_cuda_qk("rope_qk_bwd", rope_qk_backward_decomposition),
+    replayed=True,
 )
 
 

@@ -32,6 +32,7 @@ from xtrain.torch_compat.dynamo import (
 )
 from xtrain.torch_compat.lowering import (
     OPAQUE,
+    call_in_inductors_code,
     flush_lowerings,
     lower_by_decomposition,
     position_of_opaque,
@@ -41,10 +42,12 @@ from xtrain.torch_compat.running import (
     PlainDispatchMode,
     StorageRef,
     backward_keeps_graph,
+    empty_strided,
     has_triton,
     in_backward,
     is_observed,
     last_sequence_number,
+    raw_stream,
     real_tensors,
     running_sequence_number,
 )
@@ -60,7 +63,9 @@ __all__ = [
     "backend_cause",
     "backward_keeps_graph",
     "cache_key_tag",
+    "call_in_inductors_code",
     "ddp_backend",
+    "empty_strided",
     "fake_like_inputs",
     "flush_lowerings",
     "fresh_entry",
@@ -79,6 +84,7 @@ __all__ = [
     "mark_dynamic",
     "num_compiled_graphs",
     "position_of_opaque",
+    "raw_stream",
     "real_tensors",
     "running_sequence_number",
     "says_opaque",

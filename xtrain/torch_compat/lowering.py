@@ -13,13 +13,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from xtrain.torch_compat.backends import any_on_cuda
+
 OPAQUE = "opaque"  # last argument of an op that has both forms
 
+_direct_calls: dict[torch._ops.OpOverload, tuple[str, str]] = {}  # module, expression
 _pending_lowerings: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
 
 
@@ -86,15 +90,56 @@ def _decomposed_lowering(decomposition: Callable[..., Any]) -> Callable[..., Any
     return lowering
 
 
+def call_in_inductors_code(op: torch._ops.OpOverload, module: str, expression: str) -> None:
+    """Have inductor's code call module.expression for an opaque op on a GPU, not the op.
+
+    What is called takes the op's arguments and returns what its kernel does; the code holds no
+    autograd, no dispatch and no other device there that the op's call would have to see to.
+    """
+    _direct_calls[op] = (module, expression)
+
+
 def _external_call(node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Lower node to a call of its op, its inputs laid out as they were traced.
 
     Inductor may otherwise pick other strides for an intermediate, which a kernel would copy.
     """
+    from torch._inductor.ir import IRNode, TensorBox
     from torch._inductor.lowering import constrain_to_fx_strides, fallback_handler
 
     args, kwargs = constrain_to_fx_strides(node, *args, **kwargs)
-    return fallback_handler(node.target, add_to_fallback_set=False)(*args, **kwargs)
+    if not _calls_directly(node):
+        return fallback_handler(node.target, add_to_fallback_set=False)(*args, **kwargs)
+    outputs = _direct_call_class().create(node.target, *args, **kwargs)
+    return pytree.tree_map_only(IRNode, TensorBox.create, outputs)
+
+
+def _calls_directly(node: torch.fx.Node) -> bool:
+    """Whether inductor's code is Python here and has something better to call than node's op."""
+    from torch._inductor.virtualized import V
+
+    if node.target not in _direct_calls or V.graph.cpp_wrapper:
+        return False
+    return any_on_cuda(pytree.tree_leaves(node.meta["val"]))
+
+
+@cache
+def _direct_call_class() -> Any:
+    from torch._inductor.ir import FallbackKernel
+
+    class DirectCall(FallbackKernel):
+        """The call of an op by another name: inductor knows it as before, its code says less."""
+
+        def codegen(self, wrapper: Any) -> None:
+            module, expression = _direct_calls[self.op_overload]  # type: ignore[index]
+            root = wrapper  # of a graph cut in pieces the whole alone has imports
+            while getattr(root, "parent_wrapper", None) is not None:
+                root = root.parent_wrapper
+            root.add_import_once(f"import {module}")
+            self.python_kernel_name = f"{module}.{expression}"
+            super().codegen(wrapper)
+
+    return DirectCall
 
 
 def _trace(function: Callable[..., Any], fake_inputs: list[Any]) -> torch.fx.GraphModule:

@@ -1,7 +1,8 @@
-"""What runs now: backward passes, dispatch modes, memory; and whether Triton is there."""
+"""What runs now: backward passes, dispatch modes, memory, streams; is Triton there."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -74,3 +75,13 @@ _HAS_TRITON = find_spec("triton") is not None
 def has_triton() -> bool:
     """Return whether Triton can be imported; asked before a kernel is launched."""
     return _HAS_TRITON
+
+
+def empty_strided(device_type: str) -> Callable[..., torch.Tensor]:
+    """Return empty(size, stride, dtype) of the current device: inductor's, cheaper than torch's."""
+    return getattr(torch._C._dynamo.guards, f"_empty_strided_{device_type}")
+
+
+def raw_stream(device_type: str) -> Callable[[int], int]:
+    """Return what gives the handle of a device's current stream, as Triton's launchers take it."""
+    return torch._C._cuda_getCurrentRawStream if device_type == "cuda" else lambda device: 0

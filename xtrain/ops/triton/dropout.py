@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from xtrain.ops.triton.casts import widened
+from xtrain.ops.triton.launching import launch
 from xtrain.ops.triton.splitmix64 import GAMMA, dropped_out, random_words
 
 
@@ -80,7 +81,9 @@ def dropout_fwd(x: Tensor, threshold: int, scale: float, seed: Tensor, offset: T
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)  # empty_like would keep odd strides
     n_elements = x.numel()
     block, num_blocks, num_warps = dropout_block_sizes(n_elements, x.element_size())
-    _dropout_fwd_kernel[(triton.cdiv(n_elements, block * num_blocks),)](
+    launch(
+        _dropout_fwd_kernel,
+        (triton.cdiv(n_elements, block * num_blocks),),
         x,
         out,
         seed,

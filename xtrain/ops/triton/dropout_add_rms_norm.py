@@ -27,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from xtrain.ops.triton.casts import rounded, widened
+from xtrain.ops.triton.launching import launch
 from xtrain.ops.triton.rms_norm import norm_gradients, norm_slopes, weighted
 from xtrain.ops.triton.rows import (
     added,
@@ -220,7 +221,9 @@ def dropout_add_rms_norm_fwd(
     y = torch.empty(x.shape, dtype=y_dtype, device=x.device)
     dtypes = (x.dtype, residual.dtype, h_dtype, y_dtype)
     tile = dropout_add_rms_norm_block_sizes(n_cols, dtypes, backward=False)
-    _dropout_add_rms_norm_fwd_kernel[(triton.cdiv(n_rows, tile["BLOCK_ROWS"]),)](
+    launch(
+        _dropout_add_rms_norm_fwd_kernel,
+        (triton.cdiv(n_rows, tile["BLOCK_ROWS"]),),
         x,
         residual,
         weight,
@@ -271,7 +274,9 @@ def dropout_add_rms_norm_bwd(
     grad_x = torch.empty(of_x, dtype=x_dtype, device=h.device)
     grad_residual = torch.empty(h.shape, dtype=residual_dtype, device=h.device)
     partial = torch.empty(programs, n_cols, dtype=torch.float32, device=h.device)
-    _dropout_add_rms_norm_bwd_kernel[(programs,)](
+    launch(
+        _dropout_add_rms_norm_bwd_kernel,
+        (programs,),
         h if grad_h is None else grad_h,
         *(grad_y[i if i < len(grad_y) else 0] for i in range(3)),
         h,

@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from xtrain.ops.triton.casts import rounded, widened
+from xtrain.ops.triton.launching import launch
 from xtrain.ops.triton.rows import (
     backward_block_sizes,
     forward_block_sizes,
@@ -183,7 +184,9 @@ def rms_norm_fwd(
     n_rows = x.numel() // n_cols
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     tile = rms_norm_block_sizes(n_cols, (x.dtype, dtype), backward=False)
-    _rms_norm_fwd_kernel[(triton.cdiv(n_rows, tile["BLOCK_ROWS"]),)](
+    launch(
+        _rms_norm_fwd_kernel,
+        (triton.cdiv(n_rows, tile["BLOCK_ROWS"]),),
         x,
         weight,
         y,
@@ -208,7 +211,9 @@ def rms_norm_bwd(
     programs = num_programs(n_rows, tile, x.device)
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     partial = torch.empty(programs, n_cols, dtype=torch.float32, device=x.device)
-    _rms_norm_bwd_kernel[(programs,)](
+    launch(
+        _rms_norm_bwd_kernel,
+        (programs,),
         grad_y,
         x,
         weight,

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from xtrain.ops.layout import empty_heads
+from xtrain.ops.triton.launching import launch
 
 
 @triton.jit
@@ -179,7 +180,9 @@ def _launch(
     n_head_blocks = triton.cdiv(n_all_heads, block_heads)
     q_and_k = [*rows, *rows][:2]  # the kernel looks at no k where there is none
     out_q_and_k = [*outs, *outs][:2]
-    _rope_fwd_kernel[(B * n_token_blocks * n_head_blocks,)](
+    launch(
+        _rope_fwd_kernel,
+        (B * n_token_blocks * n_head_blocks,),
         *q_and_k,
         *out_q_and_k,
         cos,

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from xtrain.ops.triton.casts import widened
+from xtrain.ops.triton.launching import launch
 
 
 @triton.jit
@@ -250,7 +251,9 @@ def sum_partials(partial: Tensor, dtype: torch.dtype) -> Tensor:
     out = torch.empty(n_cols, dtype=dtype, device=partial.device)
     # narrow strips for many programs, and all rows at once: what a load costs is its latency
     block_cols, block_rows = 16, min(triton.next_power_of_2(n_partials), 1024)
-    _sum_partials_kernel[(triton.cdiv(n_cols, block_cols),)](
+    launch(
+        _sum_partials_kernel,
+        (triton.cdiv(n_cols, block_cols),),
         partial,
         out,
         n_partials,

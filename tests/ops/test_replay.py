@@ -1,0 +1,305 @@
+"""Replayed calls: what the implementation does, to the bit, or the implementation itself."""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import inspect
+from importlib import import_module
+
+import numpy as np
+import pytest
+import torch
+from samples import SAMPLES, maker, with_gradients
+from test_opcheck import RecordCalls
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from xtrain import torch_compat
+from xtrain.ops import OPS, registry, replay
+from xtrain.ops.triton.launching import launch
+
+
+class StubKernel:
+    """A kernel of the CPU with what a replay takes of Triton's: out = x * FACTOR + y, of fp32."""
+
+    def __init__(self):
+        self.signature = inspect.signature(lambda x, y, out, n, FACTOR=2: None)
+        self.arg_names = list(self.signature.parameters)
+        self.streams: list[int | None] = []
+
+    def __getitem__(self, grid):
+        def start(x, y, out, n, FACTOR=2, stream=None):
+            address = [t if isinstance(t, int) else t.data_ptr() for t in (x, y, out)]
+            a, b, c = (
+                np.ctypeslib.as_array((ctypes.c_float * n).from_address(at)) for at in address
+            )
+            np.copyto(c, a * np.float32(FACTOR) + b)
+            self.streams.append(stream)
+            return Compiled()
+
+        class Compiled:
+            def __getitem__(self, whole_grid):
+                assert whole_grid == (*grid, 1, 1)[:3]
+                return start
+
+        return lambda *args, num_warps, **constants: start(*args, **constants)
+
+
+KERNEL = StubKernel()
+calls: list[str] = []  # of the implementation, each by the factor it was asked for
+
+
+def implementation(y: Tensor, xs: list[Tensor], factor: float) -> tuple[Tensor, Tensor]:
+    """By three launches, with memory of its own, a view of it, and a transposed result."""
+    calls.append(f"{factor}")
+    if factor < 0:
+        return xs[0] * factor + y, (y[:, ::2] + 1).t().contiguous().t()
+    rows, cols = y.shape
+    first, scratch = torch.empty(y.shape), torch.empty(y.numel())
+    second = torch.empty((cols // 2, rows)).transpose(0, 1)
+    launch(KERNEL, (4,), xs[0], y, first, y.numel(), FACTOR=factor, num_warps=4)
+    launch(KERNEL, (4, 2), first, xs[-1], scratch, y.numel(), num_warps=4)
+    half = scratch.chunk(2)[1]
+    launch(KERNEL, (1, 1, 1), half, xs[-1].contiguous(), second, y.numel() // 2, num_warps=4)
+    return first, second
+
+
+def fake(y: Tensor, xs: list[Tensor], factor: float) -> tuple[Tensor, Tensor]:
+    return y.new_empty(y.shape), y.new_empty((y.shape[1] // 2, y.shape[0])).transpose(0, 1)
+
+
+@pytest.fixture(scope="module")
+def op() -> torch._ops.OpOverload:
+    """An op with both forms whose kernel runs on the CPU and says when it does."""
+    return registry.define_op(
+        "test_replayed(Tensor y, Tensor[] xs, float factor, bool opaque=False) -> (Tensor, Tensor)",
+        fake=fake,
+        decomposition=lambda y, xs, factor: (xs[0] - y, (y[:, ::2] - 1).t().contiguous().t()),
+        cpu=implementation,
+    )
+
+
+@pytest.fixture
+def call(op) -> replay.Replayed:
+    calls.clear()
+    return replay.Replayed(op, lambda y, xs, factor, opaque=False: implementation(y, xs, factor))
+
+
+def inputs(shape=(4, 6), offset=0, dtype=torch.float32) -> tuple[Tensor, list[Tensor]]:
+    """Fresh y and xs; their first elements lie `offset` elements behind an aligned address."""
+    size = shape[0] * shape[1]
+    new = [torch.randn(size + offset).to(dtype)[offset:].view(shape) for _ in range(3)]
+    return new[0], new[1:]
+
+
+def check(call: replay.Replayed, *args) -> None:
+    """Same bits, shapes and strides as the implementation, in fresh memory; inputs as they were."""
+    before = pytree.tree_map_only(Tensor, torch.clone, args)
+    wanted = implementation(*args)
+    calls.pop()
+    found = call(*args)
+    for a, b in zip(found, wanted, strict=True):
+        assert torch.equal(a, b) and a.stride() == b.stride()
+    taken = {t.data_ptr() for t in pytree.tree_leaves(args) if isinstance(t, Tensor)}
+    assert len({t.data_ptr() for t in found} - taken) == len(found)
+    for a, b in zip(pytree.tree_leaves(args), pytree.tree_leaves(before), strict=True):
+        assert a is b or torch.equal(a, b) if isinstance(a, Tensor) else a == b
+
+
+def test_from_the_second_call_on_the_launches_alone_are_repeated(call):
+    for _ in range(4):
+        check(call, *inputs(), 3.0)
+    assert calls == ["3.0"]
+    results = [call(*inputs(), 3.0) for _ in range(2)]
+    assert results[0][0].data_ptr() != results[1][0].data_ptr()
+
+
+def test_what_decides_how_kernels_are_launched_is_recorded_anew(call):
+    """Constants, shapes, strides, alignment, and each again is known."""
+    y, xs = inputs()
+    for _ in range(2):
+        check(call, y, xs, 3.0)
+        check(call, y, xs, 2.0)
+        check(call, y, xs[:1], 3.0)
+        check(call, *inputs((8, 2)), 3.0)
+        check(call, *inputs(offset=1), 3.0)
+        check(call, *inputs(offset=2), 3.0)
+    assert len(calls) == 6
+
+
+def test_a_tensor_given_twice_is_two_arguments(call):
+    y, xs = inputs()
+    check(call, y, [y, y], 3.0)
+    check(call, y, xs, 3.0)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("why", ["operators", "copy"])
+def test_what_calls_operators_is_no_replay(call, why):
+    """An implementation that computes, or copies an input, runs every time."""
+    for _ in range(3):
+        y, xs = inputs()
+        if why == "copy":
+            xs[1] = torch.randn(6, 4).t()
+            assert torch.equal(call(y, xs, 3.0)[1], implementation(y, xs, 3.0)[1])
+            calls.pop()
+        else:
+            check(call, y, xs, -1.0)
+    assert len(calls) == 3
+
+
+def test_an_unknown_pointer_or_result_is_no_replay(op):
+    """Memory that outlives the call could be another's, or changed, by the next one."""
+    kept = torch.ones(24)
+
+    def reads_kept(y, xs, factor):
+        calls.append("kept")
+        out = torch.empty(y.shape)
+        launch(KERNEL, (1,), kept, y, out, y.numel(), num_warps=4)
+        return out, out
+
+    def returns_twice(y, xs, factor):
+        calls.append("twice")
+        out = torch.empty(y.shape)
+        launch(KERNEL, (1,), y, y, out, y.numel(), num_warps=4)
+        return out, out.view(-1)
+
+    for function in (reads_kept, returns_twice):
+        replayed = replay.Replayed(op, function)
+        replayed(*inputs(), 1.0)
+        assert list(replayed._plans.values()) == [None]
+
+
+def test_plans_are_bounded(call, monkeypatch):
+    monkeypatch.setattr(replay, "MAX_PLANS", 2)
+    for rows in range(1, 8):
+        check(call, *inputs((rows, 2)), 3.0)
+        assert len(call._plans) <= 2
+
+
+def test_inductors_code_makes_the_call(op, call, monkeypatch):
+    """The code calls the replay, not the op; no graph holds the implementation's parts."""
+    from torch._inductor.utils import fresh_cache, run_and_get_code
+
+    monkeypatch.setitem(replay.CALLS, "test_replayed", call)
+    torch_compat.call_in_inductors_code(op, replay.__name__, "CALLS['test_replayed']")
+    monkeypatch.setattr(torch_compat.lowering, "any_on_cuda", lambda values: True)
+
+    def function(y, a, b):
+        first, second = op(y.sin(), [a * 2, b], 3.0, opaque=True)
+        return first + 1, second
+
+    y, xs = inputs()
+    with fresh_cache():
+        compiled = torch.compile(function, fullgraph=True)
+        _, code = run_and_get_code(compiled, y, *xs)
+        assert "xtrain.ops.replay.CALLS['test_replayed'](" in code[0]
+        assert "torch.ops.xtrain.test_replayed.default(" not in code[0]
+        del calls[:]
+        found = compiled(y, *xs)
+        assert calls == []
+        for a, b in zip(found, function(y, *xs), strict=True):
+            torch.testing.assert_close(a, b)
+        torch._dynamo.reset()
+        dynamic = torch.compile(function, fullgraph=True, dynamic=True)
+        for shape in ((4, 6), (8, 2), (3, 10)):
+            y, xs = inputs(shape)
+            for a, b in zip(dynamic(y, *xs), function(y, *xs), strict=True):
+                torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("name", sorted(replay.CALLS))
+def test_every_kernel_of_a_replayed_op_is_launched_by_launch(name):
+    """A kernel[grid](...) beside it would run while recording, and never again."""
+    contract = inspect.unwrap(replay.CALLS[name]._implementation).__module__
+    waiting, seen = [f"xtrain.ops.triton.{contract.rpartition('.')[2]}"], {launch.__module__}
+    num_launches = 0
+    while waiting:
+        seen.add(module := waiting.pop())
+        tree = list(ast.walk(ast.parse(inspect.getsource(import_module(module)))))
+        called = [node.func for node in tree if isinstance(node, ast.Call)]
+        assert not [ast.unparse(func) for func in called if isinstance(func, ast.Subscript)]
+        num_launches += [ast.unparse(func) for func in called].count("launch")
+        imported = {node.module for node in tree if isinstance(node, ast.ImportFrom)}
+        waiting += [m for m in imported - seen if m and m.startswith("xtrain.ops.triton.")]
+    assert num_launches > 0
+
+
+def recorded_calls(name: str, layout: str, dtype: torch.dtype, device: str):
+    """(op, arguments) of the samples of an op, forward and backward."""
+    op = OPS[name]
+    for args in SAMPLES[name](maker(layout, dtype, device)):
+        args = pytree.tree_map_only(Tensor, lambda t: t.to(device), args)
+        yield op.forward, args
+        with torch.enable_grad():
+            outputs = op.forward(*with_gradients(name, args))
+        outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+        with RecordCalls(op.backward) as record:
+            torch.autograd.backward(outputs, [torch.randn_like(t) for t in outputs])
+        yield from ((op.backward, call) for call in record.calls)
+
+
+@pytest.mark.parametrize("name", [name for name in OPS if name in replay.CALLS])
+def test_a_replay_launches_with_the_arguments_of_the_first_call(name, monkeypatch):
+    """On the CPU, with nothing behind Triton's front: grids, constants and addresses."""
+    jit = pytest.importorskip("triton.runtime.jit").JITFunction
+    launches: list[tuple] = []
+
+    def note(grid, args) -> None:
+        addresses = [a.data_ptr() if isinstance(a, Tensor) else a for a in args]
+        launches.append(((*grid, 1, 1)[:3], addresses))
+
+    class Compiled:
+        def __getitem__(self, grid):
+            return lambda *args, stream: note(grid, args)
+
+    def run(self, *args, grid, warmup, **options):
+        constants = {key: value for key, value in options.items() if key in self.arg_names}
+        note(grid, self.signature.bind(*args, **constants).arguments.values())
+        return Compiled()
+
+    monkeypatch.setattr(jit, "run", run)
+    replayed = []
+    for op, args in recorded_calls(name, "contiguous", torch.bfloat16, "cpu"):
+        call = replay.Replayed(op, replay.CALLS[op.name().partition("::")[2]]._implementation)
+        launches.clear()
+        call(*args)
+        first = launches.copy()
+        launches.clear()
+        call(*args)
+        if list(call._plans.values()) == [None]:
+            continue
+        replayed.append(op)
+        fresh: dict[int, int] = {}  # where the first call's memory lay -> where this one's does
+        for (grid, before), (same_grid, after) in zip(first, launches, strict=True):
+            assert grid == same_grid and len(before) == len(after)
+            for a, b in zip(before, after, strict=True):
+                assert a == b or isinstance(a, int) and fresh.setdefault(a, b) == b
+        taken = {t.data_ptr() for t in pytree.tree_leaves(args) if isinstance(t, Tensor)}
+        assert not taken & fresh.keys() and not taken & set(fresh.values())
+    assert {OPS[name].forward, OPS[name].backward} <= set(replayed)
+
+
+def replays(op: torch._ops.OpOverload, args: tuple) -> int:
+    """Check two calls against the op, to the bit; return 1 if the second was a replay, else 0."""
+    call = replay.CALLS[op.name().partition("::")[2]]
+    call._plans.clear()
+    for _ in range(2):
+        found, wanted = (pytree.tree_leaves(f(*args)) for f in (call, op))
+        for a, b in zip(found, wanted, strict=True):
+            assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+            assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+    return sum(plan is not None for plan in call._plans.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "padded"])
+@pytest.mark.parametrize("name", [name for name in OPS if name in replay.CALLS])
+def test_replays_equal_the_op_on_a_gpu(name, layout, dtype):
+    with torch.no_grad():
+        calls = list(recorded_calls(name, layout, dtype, "cuda"))
+        num_replays = sum(replays(op, args) for op, args in calls)
+    if layout == "contiguous":
+        assert num_replays == sum(args[0].numel() > 0 for _, args in calls)
