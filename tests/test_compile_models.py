@@ -48,6 +48,7 @@ FAMILIES = {
         "gemma": GROUPED,
         "gemma2": GROUPED,  # sandwich norm
         "gemma3_text": GROUPED,
+        "nanochat": GROUPED,  # norms without weights
         "olmo2": dict(SMALL, num_key_value_heads=1),  # post norm
         "phi3": dict(SMALL, num_key_value_heads=1),
         "qwen3_moe": MOE,  # auxiliary router loss; graph breaks at the experts

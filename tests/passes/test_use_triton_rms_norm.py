@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from harness import calls
 from swapping import assert_left_alone, assert_swapped, c_of, graph_of, run, run_swap
 
+from xtrain.passes import fx_utils
 from xtrain.passes.use_triton_rms_norm import use_triton_rms_norm as swap
 
 EPS = 1e-5
@@ -156,6 +157,80 @@ def test_first_final_and_head_norms_of_one_graph():
     assert not calls(module, "rsqrt") and not calls(module, "mean")
 
 
+# --- no weight ----------------------------------------------------------------------------------
+
+
+def bare(x, w):
+    """A stream without norm weights, that a product reads which is no weight's."""
+    c = x.to(c_of(x))
+    n = (c * torch.rsqrt(c.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
+    return n * w[:5].unsqueeze(-1) + n
+
+
+def bare_and_wide(x, w):
+    """The result stays in the dtype of the statistics."""
+    c = x.to(c_of(x))
+    return c / torch.sqrt(c.square().mean(-1, keepdim=True) + EPS) + w
+
+
+def bare_functional(x, w):
+    return F.rms_norm(x, (8,), None, EPS) + w
+
+
+def read_again_beside_its_weight(x, w):
+    c = x.to(c_of(x))
+    n = c * torch.rsqrt(c.pow(2).mean(-1, keepdim=True) + EPS)
+    return n * w, n.sum()
+
+
+def squared(x, w):
+    c = x.to(c_of(x))
+    n = (c * torch.rsqrt(c.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
+    return n * n + w
+
+
+BARE = [bare, bare_and_wide, bare_functional, read_again_beside_its_weight, squared]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("norm", BARE)
+def test_without_weight(norm, dtype):
+    """The weight is ones: it rounds nothing, and its gradient goes nowhere."""
+    module = assert_swapped(swap, norm, x_of(dtype), weight_of(dtype))
+    (call,) = calls(module, "rms_norm")
+    weight = call.args[1]
+    assert weight.target is torch.ops.aten.full.default and weight.args == ([8], 1.0)
+    values = [n.meta["example_value"] for n in (call.args[0], weight)]
+    assert values[0].dtype == values[1].dtype and not values[1].requires_grad
+    assert not calls(module, "rsqrt") and not calls(module, "mean")
+
+
+def test_norms_without_weight_share_their_ones():
+    def model(x, w, a):
+        h = x + F.rms_norm(x, (8,), None, EPS) @ a
+        heads = F.rms_norm((h @ a).unflatten(-1, (2, 4)), (4,), None, EPS).flatten(-2)
+        return F.rms_norm(h + heads, (8,), None, EPS) * w
+
+    args = x_of(), weight_of(), torch.randn(8, 8) / 3
+    module = assert_swapped(swap, model, *args, count=3)
+    assert [n.args[0] for n in calls(module, "full")] in ([[8], [4]], [[4], [8]])
+
+
+def test_a_symbolic_width_needs_a_weight():
+    compiled = []
+
+    def backend(module, inputs):
+        module = fx_utils.clone_graph(module)
+        compiled.append(run_swap(module, swap))
+        return module
+
+    x = torch.randn(3, 8)
+    torch._dynamo.mark_dynamic(x, 1)
+    function = torch.compile(lambda x: x / (x.pow(2).mean(-1, True) + EPS).sqrt(), backend=backend)
+    torch.testing.assert_close(function(x), F.rms_norm(x, (8,), None, EPS))
+    assert compiled[0].skipped == {"it has no weight, and a symbolic number of columns": 1}
+
+
 # --- what must stay -----------------------------------------------------------------------------
 
 
@@ -179,19 +254,6 @@ def layer_norm_spelt_out(x, w):
     return c * torch.rsqrt(c.pow(2).mean(-1, keepdim=True) + EPS) * w
 
 
-def normalised_is_read_again(x, w):
-    n = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
-    return n * w, n.sum()
-
-
-def without_weight(x, w):
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) + w
-
-
-def weight_by_row(x, w):
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * w[:5].unsqueeze(-1)
-
-
 def written_in_place(x, w):
     n = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
     y = n * w
@@ -203,10 +265,6 @@ def functional_over_two_dims(x, w):
     return F.rms_norm(x, (5, 8), w.expand(5, 8), EPS)
 
 
-def functional_without_weight(x, w):
-    return F.rms_norm(x, (8,), None, EPS) + w
-
-
 @pytest.mark.parametrize(
     ("norm", "dtype", "reason"),
     [
@@ -214,12 +272,8 @@ def functional_without_weight(x, w):
         (half_rstd, torch.bfloat16, "1 / rms is rounded to bfloat16"),
         (other_cast, torch.float32, "x / rms is rounded to float16"),
         (layer_norm_spelt_out, torch.float32, "layer norm"),
-        (normalised_is_read_again, torch.float32, "other readers than the weight"),
-        (without_weight, torch.float32, "no weight"),
-        (weight_by_row, torch.float32, "not one number per column"),
         (written_in_place, torch.float32, "writes in place"),
         (functional_over_two_dims, torch.float32, "several dims"),
-        (functional_without_weight, torch.float32, "no weight"),
     ],
 )
 def test_what_is_refused_with_its_reason(norm, dtype, reason):

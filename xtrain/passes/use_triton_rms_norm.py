@@ -7,10 +7,11 @@ Before:  c = x.to(fp32)                                       After:  y = xtrain
          y = (w * n).to(x.dtype)                as "llama" on c, rounded once to x.dtype
          y = F.rms_norm(x, (D,), w, eps)        multiplies in fp32, then casts
          y = w * F.rms_norm(x, (D,), None, eps) "llama"
+         y = n.to(x.dtype), n, F.rms_norm(x, (D,)), whoever reads it      a weight of ones
 Stage:   normalised graph.     Changes numerics: within tolerance; the order of casts stays.
 Anchor:  x / rms, as a product with rsqrt or a quotient by sqrt.
-Skips:   statistics formed in a half dtype, a norm without weight or whose x / rms is read
-         elsewhere, layer norms (x minus its mean), weights that are not one number per column.
+Skips:   statistics formed in a half dtype, layer norms (x minus its mean), a norm over several dims
+         or over a symbolic number of columns that has no weight.
 Also:    where every reader of y rounds it (autocast), the op rounds as it stores.
 """
 
@@ -55,6 +56,7 @@ from xtrain.passes.result import PassResult
 from xtrain.passes.swap import swap_each
 
 OP = OPS["rms_norm"]
+_NO_WEIGHT = "its weight is not one number per column"
 
 
 @dataclass
@@ -62,7 +64,7 @@ class Norm:
     """A norm as found: what the op reads, and the node whose value it gives."""
 
     x: fx.Node
-    weight: fx.Node
+    weight: fx.Node | None  # None: ones
     eps: float
     cast: str
     last: fx.Node
@@ -94,17 +96,40 @@ def _swap(norm: Norm, forms: Forms) -> str:
         if norm.computes_in is not None:
             x = emit_cast(graph, x, norm.computes_in, last)
         own = known_dtype(x)
+        weight = _ones(x, last) if norm.weight is None else norm.weight
         if norm.cast == "llama":
-            own = torch.promote_types(own, known_dtype(norm.weight))
+            own = torch.promote_types(own, known_dtype(weight))
         options: dict[str, Any] = {}
         if y_dtype != own:
             options["out_dtype"] = y_dtype
-        call = (x, norm.weight, norm.eps)
+        call = (x, weight, norm.eps)
         opaque, form = forms.choose(OP, *values_of(call), cast=norm.cast)
         y = emit_op(graph, OP, (*call, norm.cast), last, opaque=opaque, **options)
     check_same_form(y, last, dtype=y_dtype)
     replace(last, y, norm.inner)
     return form
+
+
+def _ones(x: fx.Node, like: fx.Node) -> fx.Node:
+    """Return a weight that changes nothing, in x's dtype, at the graph's start; norms share it.
+
+    There it stands before any add that a norm may be fused with.
+    """
+    value = tensor_meta(x)
+    assert value is not None
+    D = value.shape[-1]
+    if not isinstance(D, int):
+        raise Refused("it has no weight, and a symbolic number of columns")
+    options: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
+    first = next(n for n in x.graph.nodes if n.op not in ("placeholder", "get_attr"))
+    while first.target is torch.ops.aten.full.default:
+        if first.args == ([D], 1.0) and first.kwargs == options:
+            return first
+        first = first.next
+    with x.graph.inserting_before(first):
+        ones = x.graph.call_function(torch.ops.aten.full.default, ([D], 1.0), options)
+    ones.meta = {"example_value": value.detach().new_ones(D)}
+    return ones
 
 
 # --- F.rms_norm -----------------------------------------------------------------------------------
@@ -131,7 +156,8 @@ def _match_call(node: fx.Node) -> Norm | None:
         norm.eps = float(eps)
         norm.inner.append(node)
         return norm
-    _check_weight(weight, x)
+    if not _is_weight(weight, x):
+        raise Refused(_NO_WEIGHT)
     return Norm(x, weight, float(eps), "llama", node, c if c != dtype_of(x) else None)
 
 
@@ -220,14 +246,12 @@ def _both_ways(pair: tuple[Any, Any] | None) -> tuple[tuple[Any, Any], ...]:
 
 
 def _scaled(n: fx.Node, x: fx.Node) -> Norm:
-    """Follow n = x / rms to the product with the weight and the casts on the way."""
+    """Follow n = x / rms to the product with the weight and the casts on the way, if it has one."""
     user = only_user(n)
-    if user is None:
-        raise Refused("x / rms has other readers than the weight")
     scaled, rounded = n, None
     if dtype_of(n) != compute_dtype(known_dtype(n)):
         rounded = n  # F.rms_norm without weight, on a half dtype
-    elif cast_source(user) is n:
+    elif user is not None and cast_source(user) is n:
         if dtype_of(user) != dtype_of(x):
             raise Refused(
                 f"x / rms is rounded to {name_of(dtype_of(user))}, which is not x's dtype"
@@ -235,13 +259,19 @@ def _scaled(n: fx.Node, x: fx.Node) -> Norm:
         scaled, rounded = user, user
         user = only_user(user)
     factors = None if user is None else mul_of(user)
-    if user is None or factors is None or factors[0] is factors[1]:
-        raise Refused("it has no weight")
-    weight = factors[1] if factors[0] is scaled else factors[0]
-    _check_weight(weight, x)
+    weight: Any = None
+    if factors is not None and factors[0] is not factors[1]:
+        weight = factors[1] if factors[0] is scaled else factors[0]
+    if user is None or not _is_weight(weight, x):
+        last = scaled
+        return Norm(x, None, 0.0, "llama", last, None if _same(last, x) else dtype_of(last))
     if rounded is not None:
         return Norm(x, weight, 0.0, "llama", user, inner=[rounded])
     return _scaled_before_cast(n, x, weight, user)
+
+
+def _same(a: fx.Node, b: fx.Node) -> bool:
+    return dtype_of(a) == dtype_of(b)
 
 
 def _scaled_before_cast(n: fx.Node, x: fx.Node, weight: fx.Node, product: fx.Node) -> Norm:
@@ -251,7 +281,8 @@ def _scaled_before_cast(n: fx.Node, x: fx.Node, weight: fx.Node, product: fx.Nod
     if (one_plus := _one_plus(weight)) is not None:
         inner += [weight, *weight.all_input_nodes]
         weight, cast = one_plus, "gemma"
-        _check_weight(weight, x)
+        if not _is_weight(weight, x):
+            raise Refused(_NO_WEIGHT)
     last = product
     user = only_user(product)
     if user is not None and cast_source(user) is product and dtype_of(user) == dtype_of(x):
@@ -271,14 +302,12 @@ def _one_plus(weight: fx.Node) -> fx.Node | None:
     return None
 
 
-def _check_weight(weight: Any, x: fx.Node) -> None:
-    if weight is None:
-        raise Refused("it has no weight")
+def _is_weight(weight: Any, x: fx.Node) -> bool:
+    """Whether a value is one float per column of x, on its device."""
     w, value = tensor_meta(weight), tensor_meta(x)
     if w is None or value is None or w.ndim != 1 or w.shape[0] != value.shape[-1]:
-        raise Refused("its weight is not one number per column")
-    if not w.dtype.is_floating_point or w.device != value.device:
-        raise Refused("its weight is no float tensor on the device of x")
+        return False
+    return w.dtype.is_floating_point and w.device == value.device
 
 
 def _is_centred(x: fx.Node) -> bool:
