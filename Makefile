@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: help train test lint test-gpu sanitize bench bench-ops clean
+.PHONY: help train test lint test-gpu sanitize bench bench-ops bench-hf clean
 
 help:
 	@echo "make train     set up .venv, then train the default model on the default corpus (ARGS=... adds flags)"
@@ -13,6 +13,7 @@ help:
 	@echo "make test-gpu  the tests that need a CUDA device"
 	@echo "make sanitize  every kernel on small shapes under compute-sanitizer (on PATH or in CUDA_HOME/bin)"
 	@echo "make bench     bench/compare.py: eager, torch.compile and xtrain.compile in one run"
+	@echo "make bench-hf  bench/compare_hf.py: transformers' Llama under torch.compile, Liger, xtrain.compile"
 	@echo "make bench-ops bench/report_ops.py: every op against torch, inductor and Liger in one run"
 
 $(VENV)/.installed: requirements.lock pyproject.toml
@@ -44,6 +45,9 @@ sanitize:
 
 bench: $(VENV)/.installed
 	$(BIN)/python bench/compare.py $(ARGS)
+
+bench-hf: $(VENV)/.installed-dev
+	$(BIN)/python bench/compare_hf.py $(ARGS)
 
 bench-ops: $(VENV)/.installed
 	$(BIN)/python bench/report_ops.py $(ARGS)

@@ -225,7 +225,7 @@ def environment(device_type: str, commit: str | None = None) -> dict[str, Any]:
         "gpu_driver": NOT_AVAILABLE,
         "torch": torch.__version__,
         "cuda": torch.version.cuda or NOT_AVAILABLE,
-        "triton": _version_of("triton"),
+        "triton": version_of("triton"),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "commit": commit or git_commit(),
@@ -278,7 +278,7 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _version_of(module: str) -> str:
+def version_of(module: str) -> str:
     """Ask the module itself: distributions go under several names."""
     from importlib import import_module
 

@@ -22,6 +22,7 @@ class Setting:
     dtype: str  # "fp32", or "bf16": autocast over fp32 weights
     threads: int | None = None  # of torch on the CPU; None: its own default
     seed: int = 0
+    subject: str = "bench.subject"  # the module whose Subject workers build
 
     @property
     def tokens_per_step(self) -> int:

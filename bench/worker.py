@@ -7,6 +7,7 @@ at a time and waits, while the others sleep.
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import signal
@@ -16,8 +17,6 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-
-from bench.variants import Setting
 
 TIMEOUT_S = 900.0  # for one answer: a first step that takes longer counts as hung
 
@@ -29,7 +28,7 @@ class VariantFailed(RuntimeError):
 class Worker:
     """The parent's side of one process."""
 
-    def __init__(self, setting: Setting, variant_name: str):
+    def __init__(self, setting: Any, variant_name: str):
         self.variant_name = variant_name
         self._folder = tempfile.TemporaryDirectory(
             prefix="xtrain_bench_", ignore_cleanup_errors=True
@@ -82,7 +81,7 @@ class Worker:
 class Team:
     """The workers of a run by variant; `errors` says why some have dropped out."""
 
-    def __init__(self, setting: Setting, names: Sequence[str]):
+    def __init__(self, setting: Any, names: Sequence[str]):
         self.errors: dict[str, str] = {}
         self._workers: dict[str, Worker] = {}
         try:
@@ -131,7 +130,7 @@ class Team:
             return None
 
 
-def serve(connection: Connection, folder: str, setting: Setting, variant_name: str) -> None:
+def serve(connection: Connection, folder: str, setting: Any, variant_name: str) -> None:
     """Answer the parent's questions until it closes the pipe: the worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then stops us
     # Empty caches: every variant compiles everything, whatever earlier runs left on this machine.
@@ -145,9 +144,8 @@ def serve(connection: Connection, folder: str, setting: Setting, variant_name: s
             return
         try:
             if subject is None:
-                from bench.subject import Subject
-
-                subject = Subject(setting, variant_name)
+                module = importlib.import_module(setting.subject)
+                subject = module.Subject(setting, variant_name)
             answer = (True, getattr(subject, method)(*args))
         except Exception as error:
             traceback.print_exc()
