@@ -35,6 +35,9 @@ GPT2 = dict(n_embd=32, n_layer=2, n_head=2, vocab_size=64, n_positions=32)
 GPT2 |= dict(bos_token_id=1, eos_token_id=2)
 MOE = dict(GROUPED, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
 MOE |= dict(output_router_logits=True)
+LLAMA4 = dict(GROUPED, num_local_experts=2, num_experts_per_tok=1, intermediate_size_mlp=48)
+MLA = dict(SMALL, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8)
+MLA |= dict(v_head_dim=16, first_k_dense_replace=2)
 T5 = dict(d_model=32, d_kv=16, d_ff=48, num_layers=2, num_heads=2, vocab_size=64)
 T5 |= dict(decoder_start_token_id=0)
 
@@ -49,6 +52,8 @@ FAMILIES = {
         "gemma2": GROUPED,  # sandwich norm
         "gemma3_text": GROUPED,
         "nanochat": GROUPED,  # norms without weights
+        "llama4_text": LLAMA4,  # rotations by complex numbers, a shared expert
+        "deepseek_v2": MLA,  # latent attention
         "olmo2": dict(SMALL, num_key_value_heads=1),  # post norm
         "phi3": dict(SMALL, num_key_value_heads=1),
         "qwen3_moe": MOE,  # auxiliary router loss; graph breaks at the experts

@@ -109,13 +109,18 @@ FAMILIES = {
     "gemma3_text": expected(13, 4, 0, 2, 1, 4, geglus=2),
     "olmo2": expected(9, 4, 2, 2, 1, 1),  # post norm: only the last norm reads a sum
     "phi3": expected(5, 4, 2, 2, 1, 4),
-    "nanochat": expected(10, 0, 0, 2, 1, 8),  # one norm more, in front of the layers; MLPs of ReLUs
+    "nanochat": expected(10, 4, 0, 2, 1, 4),  # one norm more, in front of the layers; MLPs of ReLUs
+    "llama4_text": expected(9, 4, 4, 2, 1, 4),  # a shared expert beside the others
+    "deepseek_v2": expected(9, 4, 2, 0, 1, 4),  # keys are written into a buffer
     "gpt2": expected(0, 0, 0, 0, 1, 0),  # LayerNorm, attention dropout
     "gpt_neox": expected(0, 4, 0, 2, 1, 0),
 }
 
 
-@pytest.mark.parametrize("family", ["gemma", "gemma2", "gemma3_text", "nanochat", "olmo2", "phi3"])
+@pytest.mark.parametrize(
+    "family",
+    ["gemma", "gemma2", "gemma3_text", "nanochat", "llama4_text", "deepseek_v2", "olmo2", "phi3"],
+)
 def test_counts_values_and_gradients_of_a_family(family):
     """Each has something of its own: 1 + w and sandwich norms, post norm, packed gates."""
     compiled = assert_as_good_as_plain(build(family)[0], labelled(family), logits="drop")
@@ -169,7 +174,9 @@ def test_gradient_checkpointing_of_a_foreign_model():
     assert list(counts(compiled).values())[:5] == [5, 4, 2, 0, 2]
 
 
-@pytest.mark.parametrize("family", ["ours", "qwen3", "gemma", "gemma2", "gemma3_text", "nanochat"])
+@pytest.mark.parametrize(
+    "family", ["ours", "qwen3", "gemma", "gemma2", "gemma3_text", "nanochat", "llama4_text"]
+)
 def test_bf16_autocast(family):
     model = tiny() if family == "ours" else build(family)[0]
     call = tokens() if family == "ours" else labelled(family)

@@ -205,6 +205,19 @@ def test_without_weight(norm, dtype):
     assert not calls(module, "rsqrt") and not calls(module, "mean")
 
 
+def test_a_rounding_before_the_statistics_stays():
+    """Llama 4's norm of queries that a rotation in fp32 was rounded from: x is what was rounded."""
+
+    def norm(x, w):
+        rounded = (x * 3).to(torch.bfloat16 if x.dtype == torch.float32 else x.dtype)
+        c = rounded.to(c_of(x))
+        return (c * torch.rsqrt(c.pow(2).mean(-1, keepdim=True) + EPS)).type_as(rounded) + w
+
+    module = assert_swapped(swap, norm, x_of(), weight_of())
+    (call,) = calls(module, "rms_norm")
+    assert call.args[0].meta["example_value"].dtype == torch.bfloat16
+
+
 def test_norms_without_weight_share_their_ones():
     def model(x, w, a):
         h = x + F.rms_norm(x, (8,), None, EPS) @ a

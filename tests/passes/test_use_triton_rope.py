@@ -80,6 +80,53 @@ def turned_back(q, k):
     return turn(q, cos, sin), turn(k, cos, sin)
 
 
+def nanochats(q, k):
+    """rotate(x) = cat(x2, -x1): turned back."""
+    cos, sin = tables(q)
+    return tuple(
+        (x * cos + torch.cat((x[..., H // 2 :], -x[..., : H // 2]), dim=-1) * sin).type_as(x)
+        for x in (q, k)
+    )
+
+
+def complex_table(x, width=None):
+    f = angles_like(x, width or x.shape[-1])
+    return torch.polar(torch.ones_like(f), f)
+
+
+def llama_4(q, k):
+    """Complex numbers, tokens first; a scale on the table."""
+    freqs = (complex_table(q) * 1.5).unsqueeze(0)
+    xs = q.transpose(1, 2), k.transpose(1, 2)
+    numbers = [torch.view_as_complex(x.to(c_of(x)).reshape(*x.shape[:-1], -1, 2)) for x in xs]
+    turned = [torch.view_as_real(n * freqs[:, :, None, :]).flatten(3) for n in numbers]
+    return turned[0].type_as(q), turned[1].type_as(k)
+
+
+def llama_1(q, k):
+    """As Llama was first published, heads first; one view of the table for both."""
+    freqs = complex_table(q).view(1, 1, T, H // 2)
+
+    def turn(x):
+        numbers = torch.view_as_complex(x.to(c_of(x)).unflatten(-1, (-1, 2)))
+        return torch.view_as_real(freqs * numbers).flatten(-2).type_as(x)
+
+    return turn(q), turn(k)
+
+
+def complex_in_part(q, k):
+    """DeepSeek's: the last columns alone turn."""
+    freqs = complex_table(q, H // 2)[None, None]
+    (q, q_pe), (k, k_pe) = (x.split(H // 2, dim=-1) for x in (q, k))
+
+    def turn(x):
+        numbers = torch.view_as_complex(x.to(c_of(x)).reshape(*x.shape[:-1], -1, 2))
+        return torch.view_as_real(numbers * freqs).flatten(3).type_as(x)
+
+    q_pe, k_pe = turn(q_pe), turn(k_pe)
+    return torch.cat((q, q_pe), dim=-1), torch.cat((k, k_pe), dim=-1)
+
+
 def interleaved(q, k):
     """GPT-J: every two, tables repeated."""
     f = angles_like(q, H)
@@ -112,7 +159,8 @@ def partial(q, k):
 
 
 ALL = [hugging_face, operands_swapped, in_parts, turned_back, interleaved, interleaved_in_parts]
-ALL += [partial]
+ALL += [partial, nanochats, llama_4, llama_1, complex_in_part]
+COMPLEX = (llama_4, llama_1, complex_in_part)
 
 
 def q_and_k(dtype=torch.float32, **shape):
@@ -124,12 +172,14 @@ def q_and_k(dtype=torch.float32, **shape):
 def test_queries_and_keys_turn_in_one_call(rotation, dtype):
     module = assert_swapped(swap, rotation, *q_and_k(dtype), count=2)
     (call,) = calls(module, "rope_qk")
-    layout = "interleaved" if "interleaved" in rotation.__name__ else "half"
-    assert call.args[4] == layout
-    R = H // 2 if rotation is partial else H
+    by_twos = rotation in (interleaved, interleaved_in_parts, *COMPLEX)
+    assert call.args[4] == ("interleaved" if by_twos else "half")
+    R = H // 2 if rotation in (partial, complex_in_part) else H
     assert call.args[2].meta["example_value"].shape == (T, R // 2)
     assert call.args[0].meta["example_value"].dtype == dtype
-    assert not calls(module, "cat") or rotation in (hugging_face, operands_swapped, partial)
+    has_others = rotation in (hugging_face, operands_swapped, partial, nanochats, complex_in_part)
+    assert not calls(module, "cat") or has_others
+    assert not calls(module, "view_as_complex")
 
 
 def test_known_values():
@@ -269,6 +319,38 @@ def other_value_turned(q, k):
 def cut_at_a_third(q, k):
     cos, sin = tables(q)
     return q * cos + torch.cat((-q[..., 3:], q[..., :3]), -1) * sin
+
+
+def complex_without_pairs(q, k):
+    """Complex numbers of columns half a head apart, as no op of ours pairs them."""
+    x = torch.complex(q[..., : H // 2], q[..., H // 2 :])
+    return torch.view_as_real(x * complex_table(q)).flatten(-2)
+
+
+def conjugated(q, k):
+    x = torch.view_as_complex(q.unflatten(-1, (-1, 2)))
+    return torch.view_as_real(x.conj() * complex_table(q)).flatten(-2)
+
+
+def complex_scale(q, k):
+    """The pairs are not put back into a head."""
+    x = torch.view_as_complex(q.unflatten(-1, (-1, 2)))
+    return torch.view_as_real(x * complex_table(q)).sum(-1)
+
+
+@pytest.mark.parametrize("function", [complex_without_pairs, conjugated, complex_scale])
+def test_other_complex_products_are_no_match(function):
+    assert_left_alone(swap, function, *q_and_k())
+
+
+def test_learnt_complex_angles_keep_their_gradient():
+    f = torch.randn(T, H // 2, requires_grad=True)
+
+    def learnt(q, f):
+        x = torch.view_as_complex(q.unflatten(-1, (-1, 2)))
+        return torch.view_as_real(x * torch.polar(torch.ones_like(f), f)).flatten(-2)
+
+    assert_left_alone(swap, learnt, q_and_k()[0], f, reason="its angles are learnt")
 
 
 @pytest.mark.parametrize("function", [other_sign, both_plus, other_value_turned, cut_at_a_third])

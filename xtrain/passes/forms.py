@@ -160,6 +160,7 @@ _PURE = (
     | {
         *("sub", "neg", "cat", "concat", "stack", "getitem", "chunk", "split", "unbind"),
         *("slice", "expand", "repeat_interleave", "squeeze", "select", "narrow"),
+        *("view_as_complex", "view_as_real"),
     }
 )
 _PURE = _PURE - fx_utils.IN_PLACE_ADD - fx_utils.IN_PLACE_SCALING

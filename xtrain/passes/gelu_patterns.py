@@ -16,13 +16,13 @@ from torch import fx
 from xtrain.passes.fx_utils import op_name, operand
 from xtrain.passes.match import (
     add_of,
-    cast_source,
     div_of,
     dtype_of,
     is_number,
     mul_of,
     sub_of,
     unary_of,
+    unwidened,
 )
 
 Polynomial = dict[int, float]  # power of the gate -> coefficient
@@ -72,7 +72,7 @@ def _one_plus(node: Any, name: str) -> Any:
     """Return a when a node is 1 + name(a), else None."""
     addends = add_of(node)
     for one, function in () if addends is None else (addends, addends[::-1]):
-        if is_number(one) and one == 1 and (a := unary_of(_narrow(function), name)) is not None:
+        if is_number(one) and one == 1 and (a := unary_of(unwidened(function), name)) is not None:
             return a
     return None
 
@@ -83,9 +83,9 @@ def _polynomial(node: Any, x: fx.Node, depth: int = 8) -> Polynomial:
         return {0: float(node)}
     if not isinstance(node, fx.Node) or depth == 0:
         return {}
-    if _narrow(node) is _narrow(x):
+    if unwidened(node) is unwidened(x):
         return {1: 1.0}
-    node = _narrow(node)
+    node = unwidened(node)
 
     def of(value: Any) -> Polynomial:
         return _polynomial(value, x, depth - 1)
@@ -121,23 +121,13 @@ def _equal(a: Polynomial, b: Polynomial, tight: bool) -> bool:
     return a.keys() == b.keys() and all(math.isclose(a[k], b[k], rel_tol=tolerance) for k in a)
 
 
-def _narrow(node: Any) -> Any:
-    """Return a value before the casts that widened it: they changed nothing."""
-    while (source := cast_source(node)) is not None:
-        a, b = dtype_of(source), dtype_of(node)
-        if a is None or b is None or torch.promote_types(a, b) != b:
-            break
-        node = source
-    return node
-
-
 def nodes_between(node: fx.Node, gate: fx.Node) -> list[fx.Node]:
     """Return what an activation is computed by from its gate, itself left out."""
     found: dict[fx.Node, None] = {}
     pending = list(node.all_input_nodes)
     while pending:
         inner = pending.pop()
-        if inner is not gate and inner is not _narrow(gate) and inner not in found:
+        if inner is not gate and inner is not unwidened(gate) and inner not in found:
             found[inner] = None
             pending += inner.all_input_nodes
     return list(found)

@@ -145,6 +145,16 @@ def uncast(node: Any) -> Any:
     return node
 
 
+def unwidened(node: Any) -> Any:
+    """Return a value before the casts that only widened it: they changed nothing."""
+    while (source := cast_source(node)) is not None:
+        dtype = known_dtype(node)
+        if torch.promote_types(known_dtype(source), dtype) != dtype:
+            break
+        node = source
+    return node
+
+
 def only_user(node: fx.Node) -> fx.Node | None:
     """Return the one node that reads a value, None when there are more or none."""
     users = list(node.users)

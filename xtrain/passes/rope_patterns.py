@@ -4,14 +4,15 @@
                                                       interleaved; cos and sin as wide as x
     in parts      cat(x1 * cos - x2 * sin,            or stacked and flattened for the interleaved
                       x2 * cos + x1 * sin)            layout; cos and sin half as wide
-    turned back   + for - and - for +                 the same with -sin
+    turned back   + for - and - for +                 the same with -sin; rotate(x) = cat(x2, -x1)
+    complex       view_as_real(view_as_complex(pairs of x) * table).flatten(-2)        interleaved
 
 x may be the first columns of a head, the others handed on by a cat.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +38,10 @@ HALF, INTERLEAVED = "half", "interleaved"
 
 @dataclass
 class Turn:
-    """One rotation as found: last = x turned by the angles of cos and sin."""
+    """One rotation as found: last = x turned by the angles of cos and sin.
+
+    Where the model multiplies complex numbers, both are its one table of cos + i sin.
+    """
 
     x: fx.Node
     cos: fx.Node
@@ -47,12 +51,13 @@ class Turn:
     width: int  # R, how many of x's columns turn
     backwards: bool = False  # turned by minus the angle
     whole_tables: bool = False  # cos and sin have R columns, two for each pair
+    is_complex: bool = False
     table_dims: list[str] = field(default_factory=list)
 
 
 def match_turn(node: fx.Node) -> Turn | None:
     """Return the rotation that ends in this node, a cast and a cat behind it included."""
-    turn = _whole(node) or _in_parts(node)
+    turn = _whole(node) or _in_parts(node) or _as_complex(node)
     if turn is None:
         return None
     user = only_user(turn.last)
@@ -96,25 +101,32 @@ def _whole(node: fx.Node) -> Turn | None:
             found = _rotated(rotated)
             if found is None:
                 continue
-            x, layout = found
+            x, layout, flipped = found
             for same, cos in _factors(straight):
                 width = _width(x)
                 if same is x and width is not None and isinstance(cos, fx.Node):
-                    return Turn(x, cos, sin, layout, node, width, backwards, whole_tables=True)
+                    back = backwards != flipped
+                    return Turn(x, cos, sin, layout, node, width, back, whole_tables=True)
     return None
 
 
-def _rotated(node: Any) -> tuple[fx.Node, str] | None:
-    """Return (x, layout) when a node holds (-b, a) in the places of x's pairs (a, b)."""
+def _rotated(node: Any) -> tuple[fx.Node, str, bool] | None:
+    """Return (x, layout, flipped) when a node holds (-b, a) in the places of x's pairs (a, b).
+
+    flipped: it holds (b, -a).
+    """
     pieces = _joined(node)
     layout = HALF
     if pieces is None:
         pieces, layout = _interleaved(node), INTERLEAVED
     if pieces is None or len(pieces) != 2:
         return None
-    b = unary_of(pieces[0], *NEG)
-    pair = _pair(pieces[1], b, layout)
-    return None if pair is None else (pair, layout)
+    first, second = pieces
+    readings = (second, unary_of(first, *NEG), False), (unary_of(second, *NEG), first, True)
+    for a, b, flipped in readings:
+        if (x := _pair(a, b, layout)) is not None:
+            return x, layout, flipped
+    return None
 
 
 # --- (a cos - b sin, b cos + a sin) -----------------------------------------------------------
@@ -174,6 +186,23 @@ def _from_combinations(
     return Turn(x, cos, sin, layout, node, width, backwards=sign_a == 1)
 
 
+# --- (a + i b) * (cos + i sin) ----------------------------------------------------------------
+
+
+def _as_complex(node: fx.Node) -> Turn | None:
+    pairs = unary_of(node, "flatten", "reshape", "view", "_unsafe_view")
+    for value, table in _factors(unary_of(pairs, "view_as_real")):
+        x = _whole_of_pairs(unary_of(value, "view_as_complex"))
+        width = None if x is None else _width(x)
+        numbers, turned, flat = tensor_meta(table), tensor_meta(pairs), tensor_meta(node)
+        if x is None or width is None or numbers is None or not numbers.is_complex():
+            continue
+        assert turned is not None and flat is not None
+        if turned.ndim == flat.ndim + 1 and _same_sizes(flat.shape[:-1], turned.shape[:-2]):
+            return Turn(x, table, table, INTERLEAVED, node, width, is_complex=True)
+    return None
+
+
 # --- pieces -----------------------------------------------------------------------------------
 
 
@@ -210,8 +239,7 @@ def _interleaved(node: Any) -> list[Any] | None:
     value, stacked = tensor_meta(node), tensor_meta(stack)
     if pieces is None or value is None or stacked is None or value.ndim != stacked.ndim - 1:
         return None
-    same = zip(value.shape[:-1], stacked.shape[:-2], strict=True)
-    return pieces if all(statically_known_true(a == b) for a, b in same) else None
+    return pieces if _same_sizes(value.shape[:-1], stacked.shape[:-2]) else None
 
 
 def _pair(a: Any, b: Any, layout: str) -> fx.Node | None:
@@ -252,12 +280,22 @@ def _unbound_pair(a: Any, b: Any) -> fx.Node | None:
             return None
     if sources[0] is not sources[1]:
         return None
-    x = unary_of(sources[0], "unflatten", "reshape", "view")
-    pairs, value = tensor_meta(sources[0]), tensor_meta(x)
+    return _whole_of_pairs(sources[0])
+
+
+def _whole_of_pairs(node: Any) -> fx.Node | None:
+    """Return x when a node is x.unflatten(-1, (-1, 2)), in any of its spellings."""
+    x = unary_of(node, "unflatten", "reshape", "view", "_unsafe_view")
+    pairs, value = tensor_meta(node), tensor_meta(x)
     if pairs is None or value is None or pairs.ndim != value.ndim + 1 or pairs.shape[-1] != 2:
         return None
-    same = zip(value.shape[:-1], pairs.shape[:-2], strict=True)
-    return x if all(statically_known_true(p == q) for p, q in same) else None
+    return x if _same_sizes(value.shape[:-1], pairs.shape[:-2]) else None
+
+
+def _same_sizes(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    return len(a) == len(b) and all(
+        statically_known_true(m == n) for m, n in zip(a, b, strict=True)
+    )
 
 
 # --- tables -----------------------------------------------------------------------------------

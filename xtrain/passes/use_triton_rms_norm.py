@@ -51,6 +51,7 @@ from xtrain.passes.match import (
     sub_of,
     unary_of,
     uncast,
+    unwidened,
 )
 from xtrain.passes.result import PassResult
 from xtrain.passes.swap import swap_each
@@ -152,7 +153,7 @@ def _match_call(node: fx.Node) -> Norm | None:
     if not is_number(eps):
         raise Refused("eps is no constant")
     if weight is None:
-        norm = _scaled(node, uncast(x) if c == dtype_of(x) else x)
+        norm = _scaled(node, unwidened(x) if c == dtype_of(x) else x)
         norm.eps = float(eps)
         norm.inner.append(node)
         return norm
@@ -170,7 +171,7 @@ def _match_spelt_out(node: fx.Node) -> Norm | None:
     if found is None:
         return None
     c, eps, inner = found
-    x = uncast(c)
+    x = unwidened(c)
     if _is_centred(x):
         raise Refused("it is a layer norm: the mean is taken off x")
     if dtype_of(node) != compute_dtype(dtype_of(node) or torch.float32):
@@ -201,7 +202,7 @@ def _normalised(node: fx.Node) -> tuple[fx.Node, float, list[Any]] | None:
             return None  # a gate or a scale that divides one value by the rms of another
         if dtype_of(rstd) != compute_dtype(dtype_of(rstd) or torch.float32):
             raise Refused(f"1 / rms is rounded to {name_of(dtype_of(rstd))}")
-        if dtype_of(value) not in (dtype_of(c), dtype_of(uncast(c))):
+        if dtype_of(value) not in (dtype_of(c), dtype_of(unwidened(c))):
             raise Refused("x is rounded between its mean square and its quotient")
         return c, eps, [rstd, *rstd.all_input_nodes, *inner, value]
     return None

@@ -5,7 +5,7 @@ Before:  q2 = q * cos + rotate_half(q) * sin       After:  q2, k2 = xtrain.rope_
                                                                    "half")
 Stage:   normalised graph.     Changes numerics: within tolerance; products are not rounded to bf16
          before the sum.
-Anchor:  the sum or the cat that ends a rotation; spellings in rope_patterns.py.
+Anchor:  the sum, the cat or the complex product that ends a rotation; see rope_patterns.py.
 Needs:   heads and tokens in dims 1 and 2, in either order; tables as wide as x must show that both
          members of a pair share an angle (cat((f, f), -1) on the way to cos).
 Skips:   tables whose making the graph does not show, learnt angles, other ranks, one token alone.
@@ -53,10 +53,11 @@ class _Ready:
         """What queries and keys must share to turn in one call."""
         turn, value = self.turn, tensor_meta(self.turn.x)
         assert value is not None
-        tables = (_unviewed(turn.cos), _unviewed(turn.sin), turn.backwards, turn.whole_tables)
+        tables = _unviewed(turn.cos), _unviewed(turn.sin), turn.is_complex
         T = value.shape[2 if self.heads_first else 1]
         form = (value.shape[0], T, value.shape[3], value.dtype, turn.width, dtype_of(turn.last))
-        return *tables, turn.layout, self.heads_first, *map(str, form)
+        kind = turn.backwards, turn.whole_tables
+        return *tables, *kind, turn.layout, self.heads_first, *map(str, form)
 
 
 def use_triton_rope(
@@ -120,7 +121,8 @@ def _heads_first(turn: Turn) -> bool:
         raise Refused("x is not [batch, heads, tokens, head dim]")
     shapes = []
     for table in tables:
-        if table is None or not table.dtype.is_floating_point or table.ndim > 4:
+        is_of_numbers = table is not None and (table.dtype.is_floating_point or turn.is_complex)
+        if table is None or not is_of_numbers or table.ndim > 4:
             raise Refused("cos and sin are no tables of floats")
         if table.requires_grad:
             raise Refused("its angles are learnt: the op gives cos and sin no gradient")
@@ -163,6 +165,11 @@ def _swap(pair: list[_Ready], place: fx.Node, forms: Forms) -> str:
     graph, turn = place.graph, pair[0].turn
     with graph.inserting_before(place):
         cos, sin = (_table(t, pair[0], place) for t in (turn.cos, turn.sin))
+        if turn.is_complex:
+            numbers = emit(graph, torch.ops.aten.view_as_real.default, (cos,), place)
+            cos, sin = (
+                emit(graph, torch.ops.aten.select.int, (numbers, -1, i), place) for i in (0, 1)
+            )
         if turn.backwards:
             sin = emit(graph, torch.ops.aten.neg.default, (sin,), place)
         inputs = [_input(r) for r in pair]
