@@ -14,6 +14,7 @@ from samples import SAMPLES, maker, with_gradients
 from test_opcheck import RecordCalls
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from xtrain import torch_compat
 from xtrain.ops import OPS, registry, replay
@@ -135,40 +136,93 @@ def test_a_tensor_given_twice_is_two_arguments(call):
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize("why", ["operators", "copy"])
-def test_what_calls_operators_is_no_replay(call, why):
-    """An implementation that computes, or copies an input, runs every time."""
+@pytest.mark.parametrize("why", ["operators alone", "copy of an input"])
+def test_operators_are_called_again_in_their_order(call, why):
     for _ in range(3):
         y, xs = inputs()
-        if why == "copy":
-            xs[1] = torch.randn(6, 4).t()
+        if why == "copy of an input":
+            xs[1] = torch.randn(6, 4).t()  # the launch before takes its memory as it lies
             assert torch.equal(call(y, xs, 3.0)[1], implementation(y, xs, 3.0)[1])
             calls.pop()
         else:
             check(call, y, xs, -1.0)
-    assert len(calls) == 3
+    assert len(calls) == 1
 
 
-def test_an_unknown_pointer_or_result_is_no_replay(op):
-    """Memory that outlives the call could be another's, or changed, by the next one."""
-    kept = torch.ones(24)
+def test_values_are_let_go_behind_their_last_reader(op):
+    """A replay holds no more memory than the implementation: here one intermediate at a time."""
+    import weakref
 
-    def reads_kept(y, xs, factor):
-        calls.append("kept")
-        out = torch.empty(y.shape)
-        launch(KERNEL, (1,), kept, y, out, y.numel(), num_warps=4)
-        return out, out
+    made = []
 
-    def returns_twice(y, xs, factor):
-        calls.append("twice")
-        out = torch.empty(y.shape)
-        launch(KERNEL, (1,), y, y, out, y.numel(), num_warps=4)
-        return out, out.view(-1)
+    class Note(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            made.append(weakref.ref(result))
+            alive.append(sum(ref() is not None for ref in made))
+            return result
 
-    for function in (reads_kept, returns_twice):
-        replayed = replay.Replayed(op, function)
-        replayed(*inputs(), 1.0)
-        assert list(replayed._plans.values()) == [None]
+    def chain(y, xs, factor):
+        y[:1]  # read by nothing: not called again
+        for _ in range(5):
+            y = y * factor
+        return y, y.add(xs[0])
+
+    replayed = replay.Replayed(op, chain)
+    for _ in range(2):
+        alive: list[int] = []
+        y, xs = inputs()
+        made.clear()
+        with Note():
+            found = replayed(y, xs, 2.0)
+        assert torch.equal(found[0], y * 32) and torch.equal(found[1], y * 32 + xs[0])
+    assert alive == [1, 2, 2, 2, 2, 2]
+
+
+def reads_a_value(y, xs, factor):
+    return y * (1.0 if float(y[0, 0]) > 0 else -1.0), y + 0
+
+
+def writes_to_an_input(y, xs, factor):
+    return y.add_(1.0).clone(), xs[0] + 1
+
+
+def keeps_memory(y, xs, factor):
+    out = torch.empty(y.shape)
+    launch(KERNEL, (1,), KEPT, y, out, y.numel(), num_warps=4)
+    return out, out + 1
+
+
+def passes_an_object(y, xs, factor):
+    out = torch.empty(y.shape)
+    launch(KERNEL, (1,), y, y, out, Number(y.numel()), num_warps=4)
+    return out, out + 1
+
+
+class Number(int):
+    """Stands for a descriptor, which holds an address of this call's."""
+
+
+KEPT = torch.ones(24)
+
+
+@pytest.mark.parametrize(
+    "function", [reads_a_value, writes_to_an_input, keeps_memory, passes_an_object]
+)
+def test_what_depends_on_more_than_the_key_is_no_replay(op, function):
+    replayed = replay.Replayed(op, function)
+    replayed(*inputs(), 1.0)
+    assert list(replayed._plans.values()) == [None]
+
+
+def test_a_switch_that_the_implementation_goes_by_is_part_of_the_key(op):
+    switch = [1.0]
+    replayed = replay.Replayed(op, lambda y, xs, factor: (y * switch[0], y + 0), lambda: switch[0])
+    y, xs = inputs()
+    for value in (1.0, 2.0, 1.0, 2.0):
+        switch[0] = value
+        assert torch.equal(replayed(y, xs, 1.0)[0], y * value)
+    assert len(replayed._plans) == 2
 
 
 def test_plans_are_bounded(call, monkeypatch):
@@ -234,7 +288,7 @@ def recorded_calls(name: str, layout: str, dtype: torch.dtype, device: str):
         yield op.forward, args
         with torch.enable_grad():
             outputs = op.forward(*with_gradients(name, args))
-        outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+        outputs = [t for t in pytree.tree_leaves(outputs) if t.requires_grad]
         with RecordCalls(op.backward) as record:
             torch.autograd.backward(outputs, [torch.randn_like(t) for t in outputs])
         yield from ((op.backward, call) for call in record.calls)
@@ -301,5 +355,7 @@ def test_replays_equal_the_op_on_a_gpu(name, layout, dtype):
     with torch.no_grad():
         calls = list(recorded_calls(name, layout, dtype, "cuda"))
         num_replays = sum(replays(op, args) for op, args in calls)
-    if layout == "contiguous":
-        assert num_replays == sum(args[0].numel() > 0 for _, args in calls)
+    if name == "sdpa":  # our kernel takes descriptors where it can
+        assert num_replays > 0
+    elif layout == "contiguous":
+        assert num_replays >= sum(args[0].numel() > 0 for _, args in calls)

@@ -38,6 +38,17 @@ def choose(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool
     return None
 
 
+def switches() -> tuple[bool, ...]:
+    """Return torch's settings that `choose` goes by, beside its arguments."""
+    cuda = torch.backends.cuda
+    return (
+        cuda.flash_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
 def _serves(
     kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool
 ) -> bool:

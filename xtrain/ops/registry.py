@@ -55,6 +55,7 @@ def define_op(
     cpu: Callable[..., Any] | None = None,
     cuda: Callable[..., Any] | None = None,
     replayed: bool = False,
+    replay_state: Callable[[], Any] = lambda: None,
 ) -> torch._ops.OpOverload:
     """Define xtrain::<schema> with its fake, its kernels and its lowering; return the overload.
 
@@ -66,6 +67,7 @@ def define_op(
               cpu, cuda: eager kernels; None means the decomposition.
               replayed: whether inductor's code calls cuda without the dispatcher (replay.py); all
               its kernels must then go through ops/triton/launching.py.
+              replay_state: whatever cuda goes by beside its arguments: torch's switches.
     """
     name = schema[: schema.index("(")]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -76,7 +78,7 @@ def define_op(
     LIBRARY.impl(name, cpu or decomposition, "CPU")
     LIBRARY.impl(name, on_device, "CUDA")
     if replayed:
-        replay.CALLS[name] = replay.Replayed(overload, on_device)
+        replay.CALLS[name] = replay.Replayed(overload, on_device, replay_state)
         torch_compat.call_in_inductors_code(overload, replay.__name__, f"CALLS[{name!r}]")
 
     def fake_and_lower(*args: Any, **kwargs: Any) -> Any:

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from xtrain.ops.triton.launching import launch
 from xtrain.ops.triton.sdpa_tiles import (
     FP32_BLOCKS,
     Blocks,
@@ -284,7 +285,9 @@ def sdpa_bwd_kv(
     grad_out, q, k, v = map(dense_rows, (grad_out, q, k, v))
     (B, N, T, _), (M, S) = q.shape, k.shape[1:3]
     tma = can_use_tma(grad_out, q, k, v) if tma is None else tma
-    _sdpa_bwd_kv_kernel[(triton.cdiv(S, blocks.own) * B * M,)](
+    launch(
+        _sdpa_bwd_kv_kernel,
+        (triton.cdiv(S, blocks.own) * B * M,),
         tiled(grad_out, blocks.step, tma),
         tiled(q, blocks.step, tma),
         tiled(k, blocks.own, tma),

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from xtrain.ops.triton.launching import launch
 from xtrain.ops.triton.sdpa_tiles import (
     FP32_BLOCKS,
     Blocks,
@@ -277,7 +278,9 @@ def sdpa_bwd_q(
     (B, N, T, _), (M, S) = q.shape, k.shape[1:3]
     tma = can_use_tma(grad_out, q, k, v) if tma is None else tma
     delta = torch.empty_like(lse)
-    _sdpa_bwd_q_kernel[(triton.cdiv(T, blocks.own) * B * N,)](
+    launch(
+        _sdpa_bwd_q_kernel,
+        (triton.cdiv(T, blocks.own) * B * N,),
         tiled(grad_out, blocks.own, tma),
         tiled(q, blocks.own, tma),
         tiled(k, blocks.step, tma),

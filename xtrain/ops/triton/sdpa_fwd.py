@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from xtrain.ops.triton.launching import launch
 from xtrain.ops.triton.sdpa_tiles import (
     FP32_BLOCKS,
     Blocks,
@@ -262,7 +263,9 @@ def sdpa_fwd(
     (B, N, T, _), (M, S) = q.shape, k.shape[1:3]
     tma = can_use_tma(q, k, v) if tma is None else tma
     ranges = None if documents is None else document_ranges(documents, blocks.own)
-    _sdpa_fwd_kernel[(triton.cdiv(T, blocks.own) * B * N,)](
+    launch(
+        _sdpa_fwd_kernel,
+        (triton.cdiv(T, blocks.own) * B * N,),
         tiled(q, blocks.own, tma),
         tiled(k, blocks.step, tma),
         tiled(v, blocks.step, tma),

@@ -14,6 +14,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from xtrain.ops.triton.launching import launch
+
 LOG2_E = 1.4426950408889634
 # Offsets inside a tile are 32-bit: at most 256 rows of this stride stay below 2^31.
 LONGEST_ROW_STRIDE = 1 << 22
@@ -274,8 +276,15 @@ def document_ranges(documents: Tensor, block: int) -> Tensor:
     B, T = documents.shape
     n_blocks = triton.cdiv(T, block)
     ranges = torch.empty(B, n_blocks, 3, dtype=torch.int32, device=documents.device)
-    _document_ranges_kernel[(B * n_blocks,)](
-        documents, *documents.stride(), ranges, T, BLOCK=block, CHUNK=1024
+    launch(
+        _document_ranges_kernel,
+        (B * n_blocks,),
+        documents,
+        *documents.stride(),
+        ranges,
+        T,
+        BLOCK=block,
+        CHUNK=1024,
     )
     return ranges
 
