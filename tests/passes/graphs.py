@@ -67,6 +67,15 @@ class ParallelUnderNoDropout(ParallelResidual):
         return x + F.dropout(branches, 0.0, self.training)
 
 
+class ParallelScaled(ParallelResidual):
+    """The sum of the branches is scaled before it joins the stream."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        branches = self.marks[0](self.attention(F.rms_norm(x, (D,))))
+        branches = branches + self.marks[1](self.feed_forward(F.layer_norm(x, (D,))))
+        return x + 0.5 * branches
+
+
 class SpeltOutAttention(PreNorm):
     """matmul, softmax, matmul; the mask, the additive bias and the scores are no sites."""
 
@@ -263,6 +272,7 @@ SITES: dict[str, Callable[[], tuple[Model, tuple[Tensor, ...]]]] = {
         (ParallelResidual, ()),
         (ParallelSummedFirst, ()),
         (ParallelUnderNoDropout, ()),
+        (ParallelScaled, ()),
         (ReadThroughAnotherSum, ()),
         (SpeltOutAttention, ()),
         (AlibiAttention, ()),

@@ -41,6 +41,17 @@ SPELLINGS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "h.add_(x) of a view, then h": lambda x, h, s: ((h := h.view(B, T, D)).add_(x), h.sin())[1],
     "h.sub_(x), then h": lambda x, h, s: (h.sub_(x), h)[1],
     "(x + h) * padding": lambda x, h, s: (x + h) * torch.ones(B, T, 1),
+    "torch.rsub": lambda x, h, s: torch.rsub(h, x),
+    "-(-x - h)": lambda x, h, s: -(-x - h),
+    "torch.lerp": lambda x, h, s: torch.lerp(x, h, 0.25),
+    "torch.lerp, named": lambda x, h, s: torch.lerp(input=x, end=h, weight=s),
+    "torch.lerp, branch first, gated": lambda x, h, s: torch.lerp(
+        h, x, (x @ x.mT).sum(-1)[..., None]
+    ),
+    "x.lerp_": lambda x, h, s: x.lerp_(h, 0.25),
+    "h.lerp_, then h": lambda x, h, s: (h.lerp_(x, 0.25), h)[1],
+    "torch.addcmul": lambda x, h, s: torch.addcmul(x, s.expand(D), h, value=2),
+    "torch.addcmul, branch first": lambda x, h, s: torch.addcmul(x, h, x.sigmoid()),
     "x + h, gated and normed": lambda x, h, s: (
         (y := x + h) * (y @ y.mT @ y) + F.layer_norm(y, (D,))
     ),

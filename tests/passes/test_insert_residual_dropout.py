@@ -169,6 +169,55 @@ def test_own_dropout_read_elsewhere_stays_there():
     assert torch.equal(found[1], dropped) and torch.equal(found[2], scaled)
 
 
+BEHIND_OWN = {
+    "twice": lambda h, x: F.dropout(h, 0.25),
+    "negated": lambda h, x: -h,
+    "gated by the stream": lambda h, x: x.sigmoid() * h,
+    "gated by a projection": lambda h, x: h * (x @ x.mT @ x).sigmoid(),
+    "gated by itself": lambda h, x: h * (h @ h.mT @ h).sigmoid(),
+    "normed": lambda h, x: F.layer_norm(h, (D,)),
+    "normed, spelt out": lambda h, x: h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6),
+    "masked": lambda h, x: h.masked_fill(x[..., :1] > 0, 0.0),
+    "selected": lambda h, x: torch.where(x[..., :1] > 0, h, 0.0),
+    "cut": lambda h, x: h[:, :T],
+}
+
+
+@pytest.mark.parametrize("behind", BEHIND_OWN)
+def test_own_dropout_behind_which_the_branch_is_changed_is_still_the_branchs(behind):
+    class Changed(Model):
+        kinds = ("feed_forward",)
+
+        def forward(self, x):
+            h = F.dropout(self.branch(x), 0.25)
+            return x + self.marks[0](BEHIND_OWN[behind](h, x))
+
+    model = Changed()
+    captured = capture(model, stream())
+    module, result = insert(captured, "skip")
+    assert [slot.covered_by for slot in result.slots] == ["model"], "one dropout, not two"
+    assert code_of(module) == code_of(captured.module)
+
+    module, result = insert(captured, "replace")
+    assert [slot.covered_by for slot in result.slots] == ["xtrain"] and result.unseeded == []
+    assert [n for n in calls(module, "dropout") if n.target is F.dropout] == []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(F, "dropout", lambda input, p: input)
+        expected = masked_eagerly(model, (stream(),), rows(1))
+    found = module(*captured.inputs, seeds_tensor(rows(1)))[0]
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_own_dropout_on_either_factor_of_addcmul_is_the_branchs(swapped):
+    def block(x, w, gate):
+        factors = [F.dropout(F.linear(x, w), 0.25), F.linear(x, gate).sigmoid()]
+        return torch.addcmul(x, *(factors[::-1] if swapped else factors))
+
+    module = hand_built(block, stream(), nn.Parameter(torch.eye(D)), nn.Parameter(torch.eye(D)))
+    assert [slot.covered_by for slot in insert_into(module, "skip").slots] == ["model"]
+
+
 @pytest.mark.parametrize(
     ("p", "training", "active"), [(0.1, True, True), (0.0, True, False), (0.1, False, False)]
 )

@@ -26,10 +26,10 @@ from xtrain.ops.dropout import FORWARD as DROPOUT_OP
 from xtrain.passes import fx_utils
 from xtrain.passes.residual_sites import ResidualSite, find_cut_adds, find_residual_sites
 from xtrain.passes.result import PassResult
-from xtrain.passes.values import is_active_dropout, is_xtrain_op, peeled_chain
+from xtrain.passes.sums import IN_PLACE_SUM, sum_operands
+from xtrain.passes.values import is_active_dropout, is_xtrain_op, own_dropout, peeled_chain
 
 SEEDS = "xtrain_seeds"
-_IN_PLACE = fx_utils.IN_PLACE_ADD | {"sub_", "isub", "__isub__"}
 # What may show the same memory under another name: casts and contiguous() do when they change none.
 _VIEWS = (fx_utils.VIEW_LIKE - {"clone"}) | {"getitem", "slice", "narrow", "chunk", "split"}
 # Where torch's attention functions take the probability of dropping attention probabilities.
@@ -124,7 +124,12 @@ class _Inserter:
                 return replace(slot, covered_by="model")
         if reason := _hazard(site):
             return replace(slot, covered_by="", reason=reason)
-        branch = site.branch if site.own is None else _without(site.own, site)
+        branch = site.branch
+        unread: list[fx.Node] = []
+        while (own := own_dropout(branch, site.residual)) is not None:
+            self.residual_dropouts.add(own)
+            unread += reversed(_from_own(own, branch))
+            branch = _without(own, branch, site.add)
         with graph.inserting_before(site.add):
             seeds = _seeds_input(graph)
             seed = _element(graph, seeds, 2 * row)
@@ -137,8 +142,7 @@ class _Inserter:
         site.add.replace_input_with(site.branch, dropped)
         for reader in later:
             reader.replace_input_with(site.branch, site.add)
-        if site.own is not None:
-            _erase_unread(site.branch, site.own)
+        _erase_unread(unread)
         return slot
 
     def _enter_bodies(
@@ -243,15 +247,21 @@ def _hazard(site: ResidualSite) -> str:
     if _writes_into_branch(site) and _is_seen_through_a_view(site):
         return "the add writes into the branch, which others see through a view"
     if site.own is not None:
-        after_own = _chain_to(site.own, site.branch)[:-1]
-        if any(fx_utils.op_name(n) in fx_utils.IN_PLACE_SCALING | _IN_PLACE for n in after_own):
+        after_own = _from_own(site.own, site.branch)[1:]
+        if any(_writes_in_place(n) for n in after_own):
             return "the model's own dropout cannot be replaced: it is changed in place"
     return ""
 
 
 def _writes_into_branch(site: ResidualSite) -> bool:
-    in_place = fx_utils.op_name(site.add) in _IN_PLACE
-    return in_place and fx_utils.add_operands(site.add)[0] is site.branch
+    in_place = fx_utils.op_name(site.add) in IN_PLACE_SUM
+    return in_place and sum_operands(site.add)[0] is site.branch
+
+
+def _writes_in_place(node: fx.Node) -> bool:
+    name = fx_utils.op_name(node)
+    in_place = name in fx_utils.IN_PLACE_SCALING or name in IN_PLACE_SUM or name == "setitem"
+    return in_place or (name.endswith("_") and not name.endswith("__"))
 
 
 def _readers_of_the_sum(site: ResidualSite) -> list[fx.Node]:
@@ -277,31 +287,36 @@ def _is_seen_through_a_view(site: ResidualSite) -> bool:
     return False
 
 
-def _chain_to(own: fx.Node, branch: fx.Node) -> list[fx.Node]:
-    """The branch, what it is a cast, view or scaling of, and so on down to `own`."""
-    chain = peeled_chain(branch)
-    return chain[: chain.index(own) + 1]
+def _from_own(own: fx.Node, branch: fx.Node) -> list[fx.Node]:
+    """The model's own dropout and what computes the branch from it, in running order."""
+    needed, pending = {branch}, [branch]
+    for node in pending:
+        pending += (new := [n for n in node.all_input_nodes if n not in needed])
+        needed.update(new)
+    found = {own: None}
+    for node in own.graph.nodes:
+        if node in needed and any(n in found for n in node.all_input_nodes):
+            found[node] = None
+    return list(found)
 
 
-def _without(own: fx.Node, site: ResidualSite) -> fx.Node:
+def _without(own: fx.Node, branch: fx.Node, add: fx.Node) -> fx.Node:
     """Return the branch without the model's own dropout.
 
     What follows it is copied, so that other readers of the dropped value keep it.
     """
-    value = fx_utils.operand(own, 0, "input")
-    copies: dict[fx.Node, fx.Node] = {own: value}
-    for node in reversed(_chain_to(own, site.branch)[:-1]):
-        with site.add.graph.inserting_before(site.add):
-            copies[node] = site.add.graph.node_copy(node, lambda n: copies.get(n, n))
-    return copies[site.branch]
+    copies: dict[fx.Node, fx.Node] = {own: fx_utils.operand(own, 0, "input")}
+    for node in _from_own(own, branch)[1:]:
+        with add.graph.inserting_before(add):
+            copies[node] = add.graph.node_copy(node, lambda n: copies.get(n, n))
+    return copies[branch]
 
 
-def _erase_unread(branch: fx.Node, own: fx.Node) -> None:
+def _erase_unread(nodes: list[fx.Node]) -> None:
     """Erase the model's dropout once nothing reads it: run for nothing, it would still draw."""
-    for node in _chain_to(own, branch):
-        if node.users:
-            return
-        node.graph.erase_node(node)
+    for node in nodes:
+        if not node.users:
+            node.graph.erase_node(node)
 
 
 def _unseeded(graph: fx.Graph, residual: set[fx.Node]) -> list[str]:

@@ -1,8 +1,8 @@
 """Find the residual sites of a graph: where a branch is added back onto the stream that it read.
 
-A site is one addend b of a float add, or of a difference, all of one shape, such that another
-addend r (seen through casts, views and scaling) is an ancestor of b and a contraction lies on the
-way:
+A site is one addend b of a float sum (an add, a difference, a lerp or an addcmul), all of one
+shape, such that another addend r (seen through casts, views and scaling) is an ancestor of b and a
+contraction lies on the way:
 
     h = rms_norm(x); h = linear(silu(linear(h)));  y = x + h          r = x, b = h
 
@@ -24,27 +24,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from xtrain.passes import fx_utils
 from xtrain.passes.branch_kind import branch_kind
 from xtrain.passes.sum_readers import is_read_by_a_gate_alone, is_read_by_softmax_alone
+from xtrain.passes.sums import SUM, sum_operands
 from xtrain.passes.values import (
-    SUB,
     carried_chain,
     filled_buffer,
     is_absent_dropout,
-    is_active_dropout,
     is_parameter,
+    own_dropout,
     parameters_read_by,
     peel,
-    peeled_chain,
+    same_shape,
+    scaled_value,
 )
-
-# x - f(x) is a residual sum too.
-ADD_LIKE = fx_utils.ADD | SUB
 
 
 @dataclass(frozen=True)
@@ -116,14 +112,16 @@ class _Finder:
 
     def is_candidate(self, node: fx.Node) -> bool:
         """An add of two tensors of the result's shape, floating point, more than a scalar."""
-        if fx_utils.op_name(node) not in ADD_LIKE:
+        if fx_utils.op_name(node) not in SUM:
             return False
         result = fx_utils.tensor_meta(node)
         if result is None or not result.dtype.is_floating_point or result.ndim < 2:
             return False
-        operands = [fx_utils.tensor_meta(a) for a in fx_utils.add_operands(node)]
         return all(
-            o is not None and o.dtype.is_floating_point and _same_shape(o, result) for o in operands
+            (o := fx_utils.tensor_meta(a)) is not None
+            and o.dtype.is_floating_point
+            and same_shape(a, node)
+            for a in sum_operands(node)
         )
 
     def _outer_add(self, node: fx.Node) -> fx.Node | None:
@@ -131,26 +129,26 @@ class _Finder:
 
         Routed plus shared experts are summed inside the feed-forward module and so make one
         branch of the block's add; attention + feed-forward of a parallel block are summed in the
-        block's own code and so stay two, also under a dropout of p = 0 (Falcon). h + h is one
-        value, not two addends.
+        block's own code and so stay two, also scaled or under a dropout of p = 0 (Falcon). h + h is
+        one value, not two addends.
         """
         users = list(node.users)
-        while len(users) == 1 and is_absent_dropout(users[0]):
+        while len(users) == 1 and _is_seen_through(users[0]):
             users = list(users[0].users)
         if len(users) != 1 or not self.is_candidate(users[0]):
             return None
-        if any(a is b for a, b in map(fx_utils.add_operands, (node, users[0]))):
+        if any(a is b for a, b in map(sum_operands, (node, users[0]))):
             return None
         same_module = fx_utils.module_path(users[0]) == fx_utils.module_path(node)
         return users[0] if same_module else None
 
     def _addends(self, add: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
         """The (add, operand) pairs of a chain of single-use adds, left to right."""
-        for operand in fx_utils.add_operands(add):
+        for operand in sum_operands(add):
             assert isinstance(operand, fx.Node)
             link = operand
-            while is_absent_dropout(link):
-                link = fx_utils.operand(link, 0, "input")
+            while _is_seen_through(link):
+                link = scaled_value(link) or fx_utils.operand(link, 0, "input")
             if self.is_candidate(link) and self._outer_add(link) is add:
                 yield from self._addends(link)
             else:
@@ -279,7 +277,7 @@ class _Finder:
             branch=branch,
             residual=residual,
             kind=branch_kind(members, reached),
-            own=next((n for n in peeled_chain(branch) if is_active_dropout(n)), None),
+            own=own_dropout(branch, residual),
             path=fx_utils.module_path(add),
             witnesses=tuple(parameters_read_by(members)),
         )
@@ -318,11 +316,9 @@ class _Finder:
         return list(dict.fromkeys(found)), reached
 
 
-def _same_shape(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Compare shapes without adding a guard: symbols are equal where that is known already."""
-    return a.ndim == b.ndim and all(
-        statically_known_true(x == y) for x, y in zip(a.shape, b.shape, strict=True)
-    )
+def _is_seen_through(node: fx.Node) -> bool:
+    """Whether a chain of sums goes on through a node: scaling, or a dropout of p = 0."""
+    return is_absent_dropout(node) or scaled_value(node) is not None
 
 
 def find_cut_adds(graph: fx.Graph) -> list[fx.Node]:
@@ -336,7 +332,7 @@ def find_cut_adds(graph: fx.Graph) -> list[fx.Node]:
     for add in graph.nodes:
         if not finder.is_candidate(add):
             continue
-        first, second = fx_utils.add_operands(add)
+        first, second = sum_operands(add)
         for residual, branch in ((first, second), (second, first)):
             root = peel(residual)
             if _is_activation_input(root) and _depends_on_other_input(branch, root):

@@ -10,7 +10,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from xtrain.passes import fx_utils
 
-SUB = frozenset({"sub", "sub_", "isub", "subtract", "__sub__", "__isub__", "__rsub__"})
+SUB = frozenset({"sub", "sub_", "isub", "subtract", "__sub__", "__isub__", "__rsub__"}) | {"rsub"}
+_NEGATION = frozenset({"neg", "negative", "__neg__"})
 
 
 def peel(node: fx.Node) -> fx.Node:
@@ -68,7 +69,7 @@ def _through(node: fx.Node) -> fx.Node | None:
     """
     name = fx_utils.op_name(node)
     value = fx_utils.operand(node, 0, "input", "self")
-    if name in fx_utils.VIEW_LIKE or name in fx_utils.DROPOUT:
+    if name in fx_utils.VIEW_LIKE or name in fx_utils.DROPOUT or name in _NEGATION:
         return value if isinstance(value, fx.Node) else None
     is_division = name in fx_utils.DIV and "rounding_mode" not in node.kwargs
     if is_division or name in fx_utils.MUL or name in fx_utils.ADD:
@@ -90,6 +91,57 @@ def _scaled_operand(value: object, factor: object) -> fx.Node | None:
         if not is_scalar and not made_of_parameters(factor):
             return None
     return None if made_of_parameters(value) else value
+
+
+def scaled_value(node: fx.Node) -> fx.Node | None:
+    """Return what a node multiplies or divides by a number or parameter, None for other nodes."""
+    name = fx_utils.op_name(node)
+    inner = _through(node) if name in fx_utils.MUL or name in fx_utils.DIV else None
+    return inner if inner is not None and same_shape(inner, node) else None
+
+
+def same_shape(a: object, b: object) -> bool:
+    """Compare shapes without adding a guard: symbols are equal where that is known already."""
+    first, second = fx_utils.tensor_meta(a), fx_utils.tensor_meta(b)
+    if first is None or second is None or first.ndim != second.ndim:
+        return False
+    pairs = zip(first.shape, second.shape, strict=True)
+    return all(statically_known_true(m == n) for m, n in pairs)
+
+
+def depends_on_contraction(node: fx.Node) -> bool:
+    """Return whether a value comes from a product of matrices, however far back."""
+    seen, pending = {node}, [node]
+    for source in pending:
+        if fx_utils.holds_contraction(source):
+            return True
+        pending += (new := [n for n in source.all_input_nodes if n not in seen])
+        seen.update(new)
+    return False
+
+
+# What a dropped value stays on its way to the add, beside its forms and norms.
+_KEEPS_DROPPED = fx_utils.MUL | fx_utils.DIV | {"getitem", "slice", "narrow", "chunk", "split"}
+_KEEPS_DROPPED |= {"masked_fill", "masked_fill_", "where"}
+
+
+def own_dropout(branch: fx.Node, residual: fx.Node) -> fx.Node | None:
+    """Return the model's own active dropout on a branch, the nearest to its end, or None.
+
+    A gate, a mask, a slice or a norm may follow it; no contraction and no stream lies between.
+    """
+    seen = {branch, *peeled_chain(residual)}
+    pending = [branch]
+    for node in pending:
+        if is_active_dropout(node):
+            return node
+        inner = _through(node) or _normed(node)
+        sources = [] if inner is None else [inner]
+        if inner is None and fx_utils.op_name(node) in _KEEPS_DROPPED:
+            sources = node.all_input_nodes
+        pending += (new := [n for n in sources if n not in seen])
+        seen.update(new)
+    return None
 
 
 def is_active_dropout(node: fx.Node) -> bool:
