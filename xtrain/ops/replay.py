@@ -66,7 +66,7 @@ class Replayed:
         pointers: list[int] = []
         tensors: list[Tensor] = []
         device = args[0].get_device()
-        key: list[Any] = [device, self._state(), *kwargs.values()]
+        key: list[Any] = [device, self._state(), *kwargs.items()]
         for arg in args:
             if isinstance(arg, Tensor):
                 tensors.append(arg)

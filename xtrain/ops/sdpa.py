@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xtrain.ops import registry, sdpa_cuda
+from xtrain.ops import attention_kernels, registry, sdpa_cuda
 from xtrain.ops.sdpa_decomposition import (
     compute_dtype,
     empty_in_layout,
@@ -154,6 +154,8 @@ FORWARD = registry.define_op(
     decomposition=sdpa_decomposition,
     cpu=_forward_eager,
     cuda=_forward_cuda,
+    replayed=True,
+    replay_state=attention_kernels.switches,
 )
 BACKWARD = registry.define_op(
     "sdpa_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, "
@@ -163,6 +165,8 @@ BACKWARD = registry.define_op(
     decomposition=sdpa_backward_decomposition,
     cpu=_backward_eager,
     cuda=_backward_cuda,
+    replayed=True,
+    replay_state=attention_kernels.switches,
 )
 
 
