@@ -282,3 +282,31 @@ def test_a_part_shared_by_two_blocks_belongs_to_each():
     blocks = Blocks(Model(layers=nn.ModuleList([one, two])))
     assert blocks.block_of("layers.1.mlp.up.weight") == "layers.1"
     assert blocks.block_of("layers.0.mlp.up.weight") == "layers.0"
+
+
+def test_a_block_in_two_places_of_a_list_has_the_sites_of_both():
+    class Stack(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(PreNormLayer() for _ in range(2))
+            self.layers.insert(1, self.layers[0])
+            self.last = self.layers[2]  # another name alone, not another place
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    class PreNormLayer(Layer):
+        def forward(self, x):
+            x = x + self.attn.down(self.attn.up(self.norm(x)))
+            return x + self.mlp.down(self.mlp.up(self.norm(x)))
+
+    for compile_ in (xtrain.compile, xtrain.compile_blocks):
+        torch._dynamo.reset()
+        compiled = compile_(Stack(), dropout=0.5, seed=0, backend="eager")
+        compiled(torch.randn(2, 3, 4))
+        names = [s.name for s in compiled.last_executed_sites]
+        first = ["layers.0.feed_forward", "layers.0.feed_forward_2"]
+        again = ["layers.0.feed_forward_3", "layers.0.feed_forward_4"]
+        assert names == [*first, *again, "layers.2.feed_forward", "layers.2.feed_forward_2"]

@@ -13,6 +13,7 @@ in module order, at the depth where the blocks of the architecture sit:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from torch import nn
@@ -37,6 +38,12 @@ class Blocks:
         self._others = {
             path: len(self.paths) + i for i, (path, _) in enumerate(model.named_modules())
         }
+        # path of a block -> in how many places of its own list it stands
+        self.num_places = Counter(
+            first[module]
+            for path, module in model.named_modules(remove_duplicate=False)
+            if path.rpartition(".")[0] == first[module].rpartition(".")[0]
+        )
         self.class_names = {path: type(model.get_submodule(path)).__name__ for path in self.paths}
 
     def block_of(self, path: str) -> str | None:

@@ -145,14 +145,17 @@ def check_executed(session: Session, call: Call) -> None:
 def _check_blocks_agree(session: Session) -> None:
     """Blocks of one class in one list must have equally many sites.
 
-    Across lists they need not: the blocks of an encoder and a decoder can share a class.
+    Across lists they need not: the blocks of an encoder and a decoder can share a class. A block
+    that stands in several places of a list has the sites of each.
     """
+    places = session.blocks.num_places
     counts = Counter(block for block, _ in session.sites)
     groups: dict[tuple[str, str], dict[str, int]] = {}
     for path, class_name in session.blocks.class_names.items():
         groups.setdefault((class_name, path.rpartition(".")[0]), {})[path] = counts.get(path, 0)
     for (class_name, _), per_block in groups.items():
-        if len(set(per_block.values())) > 1:
+        per_place = {path: n / places[path] for path, n in per_block.items()}
+        if len(set(per_block.values())) > 1 and len(set(per_place.values())) > 1:
             listed = ", ".join(f"{path}: {n}" for path, n in per_block.items())
             raise SiteError(
                 f"blocks of class {class_name} differ in their number of residual sites ({listed})"
