@@ -147,7 +147,8 @@ def gated_block_sizes(n_rows: int, n_cols: int, itemsize: int) -> tuple[int, int
     the lanes idle, and a tile takes as many rows as then fit. On one H200, bf16 [16384, 5632]: silu
     takes 128 us forward and 216 backward, packed or not, where copying as many bytes takes 130 and
     217; two or four accesses a thread change nothing, half an access (8 warps) costs 143 us
-    forward.
+    forward. gelu by tanh takes 132 us forward and 218 backward, by erf 146 and 214: there the
+    instructions are what limits the forward.
     """
     num_warps = 4
     tile = num_warps * 32 * max(16 // itemsize, 1)
