@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from xtrain.drift.environment import collect
+from xtrain.drift.environment import collect, driver_version
 
 EXPECTED = {
     "python.version",
@@ -114,3 +114,20 @@ def test_switches_are_read_where_they_are_set():
         torch.use_deterministic_algorithms(False)
     assert found["precision.float32_matmul"] == "medium"
     assert found["deterministic.algorithms"] is True and found["deterministic.warn_only"] is True
+
+
+@pytest.mark.parametrize(
+    ("line", "version"),
+    [
+        ("NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build  (a@b)", "580.95.05"),
+        (
+            "NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 19:39:15 UTC 2024",
+            "535.183.01",
+        ),
+        ("NVIDIA UNIX Open Kernel Module for aarch64  570.86.15  Release Build", "570.86.15"),
+        ("something else 1.2.3 ", None),
+    ],
+)
+def test_the_driver_is_no_part_of_the_architectures_name(line, version):
+    """Forms of the line in /proc; the second line there names the compiler."""
+    assert driver_version(f"NVRM version: {line}\nGCC version:  gcc 12.3.0\n") == version

@@ -159,8 +159,16 @@ def _cuda() -> dict[str, Any]:
         found["cuda.blas_library"] = _ask(lambda: str(torch.backends.cuda.preferred_blas_library()))
     driver = Path("/proc/driver/nvidia/version")
     text = driver.read_text(encoding="utf-8", errors="replace") if driver.exists() else ""
-    found["cuda.driver"] = _first(r"Kernel Module[^\d]*([\d.]+)", text)
+    found["cuda.driver"] = driver_version(text)
     return found
+
+
+def driver_version(text: str) -> str | None:
+    """Return the version in /proc/driver/nvidia/version, None where it names none.
+
+    The open module's line names the architecture first, whose 64 is no version.
+    """
+    return _first(r"Kernel Module\b.*?\s(\d+(?:\.\d+)+)\s", text)
 
 
 def _capability(index: int) -> tuple[int, int]:
