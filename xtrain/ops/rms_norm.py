@@ -129,7 +129,7 @@ def prefers_row_kernel(x: Tensor, *others: Tensor) -> bool:
 
     On a GPU, from the rows of query and key norms on: forward and backward took 0.51 to 0.70 of the
     time of the fused decomposition from 128 to 4096 columns (bench/results/ops_h200_2026-11.md).
-    What little inductor could fuse with it, between products and kernels, does not make up for that.
+    What little inductor could fuse with it does not make up for that.
     """
     dtypes = all(tensor.dtype in KERNEL_DTYPES for tensor in (x, *others))
     return x.is_cuda and dtypes and 64 <= x.shape[-1] <= MAX_COLS
