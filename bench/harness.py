@@ -279,12 +279,13 @@ def _cpu_name() -> str:
 
 
 def version_of(module: str) -> str:
-    """Ask the module itself: distributions go under several names."""
-    from importlib import import_module
+    """Ask the module itself, since distributions go under several names, then its metadata."""
+    from importlib import import_module, metadata
 
     try:
-        return import_module(module).__version__
-    except ImportError:
+        found = import_module(module)
+        return getattr(found, "__version__", None) or metadata.version(module)
+    except (ImportError, metadata.PackageNotFoundError):
         return "not installed"
 
 
