@@ -250,6 +250,7 @@ def page(ops, bisects, margins: Margins, environment: dict, args) -> str:
     parts += [
         "## Which ops keep their bits",
         *(_ops_table(setting, rows) for setting, rows in ops.items()),
+        _threads(ops["threads=1,2"]),
         "## Can a token flip",
         _margins_text(margins, args),
         "## Not measured",
@@ -331,6 +332,19 @@ def _ops_table(setting: str, ops: list) -> str:
     if not rows:
         return f"{title} Every op keeps its bits at every length."
     return f"{title}\n\n{table}\n\nEqual at every length: {same}."
+
+
+def _threads(ops: list) -> str:
+    if not any(row["op"] == "sdpa_one_query" and row["first"] for row in ops):
+        return ""
+    return (
+        "One thread computes a row whole, so that threads move no op that works by rows. What they "
+        "share out is one sum over everything (`sum_all`, from 768 x 64 numbers on) and the keys "
+        "of a single query (`sdpa_one_query`), which is a step of decoding with a cache: a Hugging "
+        "Face model under `bisect --decode generate --factor threads=1,2` starts to differ in the "
+        "attention of block 0, and keeps all bits under `--decode greedy`, which has no cache. The "
+        "study's model is decoded greedily, and keeps its bits."
+    )
 
 
 def _margins_text(found: Margins, args) -> str:

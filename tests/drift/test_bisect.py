@@ -203,6 +203,14 @@ def test_ops_of_two_instruction_sets(capfd, tmp_path):
     assert "softmax        .###" in text and "mm             ...." in text
 
 
+def test_ops_that_depend_on_the_number_of_threads(tmp_path):
+    """One sum and one query's keys are shared out among threads; rows of their own are not."""
+    out = tmp_path / "ops.json"
+    assert main(["ops", "--factor=threads=1,2", "--json", str(out)]) == 1
+    moved = {row["op"] for row in json.loads(out.read_text()) if row["first"]}
+    assert moved == {"sum_all", "sdpa_one_query"}
+
+
 def test_the_picture():
     lengths = (*range(1, 65), 128, 1000)
     some = "".join("#" if n in (2, 3, 9, 128) else "." for n in lengths)

@@ -30,11 +30,19 @@ def _attention(x: Tensor, causal: bool) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
+def _one_query(x: Tensor) -> Tensor:
+    """One query of 2 heads over x.shape[-1] keys: a step of decoding, where threads share keys."""
+    length = x.shape[-1]
+    q, k, v = (draw(1, 2, n, 32 + i)[..., :32].to(x) for i, n in enumerate((1, length, length)))
+    return F.scaled_dot_product_attention(q, k, v)
+
+
 OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "add": lambda x: x + x.flip(-1),
     "mul": lambda x: x * x.flip(-1),
     "div": lambda x: x / (x.flip(-1) + 3),
     "sum": lambda x: x.sum(-1),
+    "sum_all": lambda x: x.sum(),
     "mean": lambda x: x.mean(-1),
     "var": lambda x: x.var(-1, correction=0),
     "norm": lambda x: torch.linalg.vector_norm(x, dim=-1),
@@ -61,6 +69,7 @@ OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "bmm": lambda x: x[None] @ draw(1, x.shape[-1], 8).to(x.dtype),
     "sdpa": lambda x: _attention(x, False),
     "sdpa_causal": lambda x: _attention(x, True),
+    "sdpa_one_query": _one_query,
     "cross_entropy": lambda x: F.cross_entropy(
         x, torch.arange(len(x), device=x.device) % x.shape[-1], reduction="none"
     ),
