@@ -30,6 +30,7 @@ th, td { text-align: left; padding: .25rem .9rem .25rem 0; border-bottom: 1px so
 th { white-space: nowrap; }
 td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 code { font-size: .92em; overflow-wrap: anywhere; }
+td:first-child code { white-space: nowrap; }
 svg { width: 100%; height: auto; max-width: 44rem; display: block; }
 svg text { fill: var(--dim); font: 12px system-ui, sans-serif; }
 .tick, .label { text-anchor: middle; } .end, .key { text-anchor: end; }
