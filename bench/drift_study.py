@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+from bench import drift_devices  # noqa: E402
 from xtrain.drift import compare  # noqa: E402
 from xtrain.drift.factors import run_child  # noqa: E402
 from xtrain.drift.margins import ENDS, find_loop  # noqa: E402
@@ -78,6 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--run", help="a trained run with the byte tokenizer; default: train one")
     add("--python", nargs="*", default=[], metavar="VENV", help="environments with another torch")
+    add("--gpu", nargs="*", default=[], type=Path, help="records as bench/drift_devices.py says")
     add("--prompts", type=int, default=200)
     add("--tokens", type=int, default=100)
     add("--work", type=Path, default=Path("runs/drift-study"), help="folder of the records")
@@ -144,7 +146,7 @@ def measure_ops(work: Path, pythons: list[str]) -> dict[str, list]:
         arguments = ["ops", f"--factor={setting}"]
         if setting.startswith("ONEDNN"):
             arguments.append("--dtype=bf16")  # fp32 products are MKL's
-        found[setting] = child(work / f"ops_{number}.json", arguments)
+        found[setting] = list(child(work / f"ops_{number}.json", arguments))
     return found
 
 
@@ -253,13 +255,18 @@ def page(ops, bisects, margins: Margins, environment: dict, args) -> str:
         _threads(ops["threads=1,2"]),
         "## Can a token flip",
         _margins_text(margins, args),
+        drift_devices.section(args.work, args.gpu) if args.gpu else "",
         "## Not measured",
-        "CPU against GPU, and more than two threads: this machine has two cores and no GPU. "
-        "`--device cuda` in the same commands records there; compare needs neither machine.",
+        "More than two threads: this machine has two cores. The trained model on a GPU.",
         "## Reproduce",
-        f"```\npython bench/drift_study.py{' --python VENV ...' if versions else ''}\n```",
+        f"```\npython bench/drift_study.py{_flags(args)}\n```",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _flags(args) -> str:
+    """Return what was given, as a reader gives it; the records of --gpu are made elsewhere."""
+    return " --python VENV ..." * bool(args.python) + " --gpu RECORD ..." * bool(args.gpu)
 
 
 def _result(found: Margins, settings: dict) -> str:

@@ -1,0 +1,74 @@
+"""The part of docs/drift-study.md about another machine: records made there against one made here.
+
+    python -m xtrain.drift record --device cuda --out gpu.drift small      on the machine with a GPU
+    python bench/drift_study.py --gpu gpu.drift ...                        here
+
+A preset's weights are drawn by NumPy, so that both machines start from equal bits without a copy.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tabulate import tabulate
+
+from xtrain.drift import Comparison, compare
+from xtrain.drift.factors import run_child
+from xtrain.drift.record_folder import Record
+from xtrain.drift.report import size_text
+
+FLAGS = ("record", "small", "--threads=1")  # and what else record does by default
+
+
+def section(work: Path, others: list[Path]) -> str:
+    """Return the section as Markdown; this machine's record is made in `work`, once."""
+    here = work / "devices.drift"
+    if not here.exists():
+        done = run_child([*FLAGS, f"--out={here}"], {})
+        if done.error:
+            raise SystemExit(f"failed: {done.error}")
+    record = Record(here)
+    comparisons = [compare(here, other) for other in others]
+    refused = [f"{c.b.path}: {c.reason}" for c in comparisons if c.reason is not None]
+    if refused:
+        raise SystemExit("; ".join(refused))
+    rows = [_row(comparison) for comparison in comparisons]
+    headers = ("B", "verdict", "first difference", "size", "block outputs, first to last")
+    headers = (*headers, "max shift", "places", "can flip", "flipped")
+    alone = sorted({found.op for c in comparisons for found in c.unmatched})
+    steps = record.run["num_tokens"]
+    intro = (
+        f"Preset small with weights drawn by NumPy from seed 0 (not trained: its margins are those "
+        f"of noise), {len(record.cases)} built-in prompts x {steps} tokens, as `record` does them. "
+        f"A is this machine's CPU in fp32, one thread, torch {record.environment['torch.version']}."
+    )
+    table = tabulate(rows, headers, tablefmt="github", disable_numparse=True)
+    end = f"Without a partner, and never called a difference: {', '.join(map(_code, alone))}."
+    return f"## CPU against GPU\n\n{intro}\n\n{table}" + (f"\n\n{end}" if alone else "")
+
+
+def _row(found: Comparison) -> tuple:
+    first, run = found.first_divergence, found.b.run
+    growth = [layer.max_abs for layer in found.growth if layer.num_compared]
+    return (
+        _name(found.b.environment, run),
+        found.exit_code,
+        str(first) if first else "-",
+        size_text(first.distance) if first else "-",
+        f"{growth[0]:.3g} to {growth[-1]:.3g}" if growth else "-",
+        f"{max((place.shift for place in found.positions), default=0.0):.3g}",
+        len(found.positions),
+        sum(place.can_flip for place in found.positions),
+        sum(place.flipped for place in found.positions),
+    )
+
+
+def _name(environment: dict, run: dict) -> str:
+    gpus = environment["cuda.gpus"] if run["device"].startswith("cuda") else None
+    where = gpus[0].split(",")[0] if gpus else f"{environment['cpu.model']} CPU"
+    dtype = "fp32" if run["dtype"] == "auto" else run["dtype"]
+    return f"{where}, torch {environment['torch.version']}, {dtype}"
+
+
+def _code(name: str) -> str:
+    return f"`{name}`"
