@@ -156,6 +156,23 @@ def test_blocks_that_differ_are_an_error():
     assert len(probe(model, strict=False)(tokens()).unique()) > 1
 
 
+def test_layers_past_the_recompile_limit_are_an_error_that_says_so():
+    """As with a key-value cache: each layer reads something of its own, and is compiled anew."""
+
+    class Named(Block):
+        def forward(self, x):
+            return super().forward(x) if self.own_name else x
+
+    model = ProbeModel(num_layers=3)
+    model.blocks = nn.ModuleList(Named(SHAPE, i) for i in range(3))
+    for i, block in enumerate(model.blocks):
+        block.own_name = f"layer {i}"
+    compiled = xtrain.compile_blocks(model, dropout=P, seed=0, backend="eager")
+    with torch._dynamo.config.patch(recompile_limit=1):
+        with pytest.raises(SiteError, match=r"blocks.2: 0.*recompile_limit.*use_cache=False"):
+            compiled(tokens())
+
+
 def test_a_silent_fall_back_to_eager_is_an_error(caplog):
     """With suppress_errors Dynamo runs the model itself, without dropout, when a backend fails."""
 

@@ -157,7 +157,14 @@ def _check_blocks_agree(session: Session) -> None:
         per_place = {path: n / places[path] for path, n in per_block.items()}
         if len(set(per_block.values())) > 1 and len(set(per_place.values())) > 1:
             listed = ", ".join(f"{path}: {n}" for path, n in per_block.items())
+            cause = "a pattern was missed in some"
+            if session.per_block and 0 in per_block.values():
+                cause = (
+                    "a pattern was missed in some, or Dynamo reached its recompile_limit: the "
+                    "layers share no graph when something other than weights differs between them "
+                    "(TORCH_LOGS=recompiles says what). A key-value cache does: use_cache=False"
+                )
             raise SiteError(
                 f"blocks of class {class_name} differ in their number of residual sites ({listed})"
-                "; a pattern was missed in some. strict=False accepts it."
+                f"; {cause}. strict=False accepts it."
             )
