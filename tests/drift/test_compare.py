@@ -261,6 +261,45 @@ def test_loops(tokens, expected):
     assert find_loop(tokens) == expected
 
 
+EDITED = [
+    ("record.json", ("environment",), []),
+    ("record.json", ("run", "decode"), None),
+    ("record.json", ("model", "weights"), 3),
+    ("record.json", ("prompts",), []),
+    ("record.json", ("observer_effect",), {"a": 1}),
+    ("case_0000.json", ("steps", 0, "tokens"), None),
+    ("case_0000.json", ("steps", 0, "margin"), []),
+    ("case_0000.json", ("steps", 0, "ops_table"), 99),
+    ("case_0000.json", ("steps",), 3),
+]
+
+
+@pytest.mark.parametrize(("name", "where", "value"), EDITED)
+def test_a_record_edited_with_its_manifest_is_one_line(tmp_path, capfd, name, where, value):
+    from xtrain.drift.command import main
+    from xtrain.drift.storage import file_hash
+
+    a, b = tmp_path / "a.drift", tmp_path / "b.drift"
+    record(Rowwise(), tokens(), out=a)
+    record(Rowwise(), tokens(), out=b)
+    contents = json.loads((b / name).read_text())
+    inner = contents
+    for key in where[:-1]:
+        inner = inner[key]
+    if where == ("run", "decode"):
+        del inner[where[-1]]
+    else:
+        inner[where[-1]] = value
+    (b / name).write_text(json.dumps(contents))
+    manifest = json.loads((b / "manifest.json").read_text())
+    entry = {"bytes": (b / name).stat().st_size, "xxh3_128": file_hash(b / name)}
+    manifest["files"][name] = entry
+    (b / "manifest.json").write_text(json.dumps(manifest))
+    assert main(["compare", str(a), str(b)]) == 5
+    message = capfd.readouterr().err
+    assert message.count("\n") == 1 and f"{name} is damaged: {where[0]}" in message
+
+
 BROKEN = [
     ("record.json", "cut", "bytes, not"),
     ("record.json", "edit", "was changed after it was written"),

@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtrain.drift.errors import DriftError
+from xtrain.drift.record_fields import check_case, check_record
 from xtrain.drift.storage import TensorFile, TensorWriter, file_hash, write_json
 from xtrain.drift.values import to_float64
 
@@ -208,7 +209,10 @@ class Case:
 
     @cached_property
     def _contents(self) -> dict[str, Any]:
-        return _read_json(self.record.path / f"case_{self.number:04d}.json")
+        path = self.record.path / f"case_{self.number:04d}.json"
+        contents = _read_json(path)
+        check_case(contents, path, len(self.record.tables))
+        return contents
 
     @property
     def prompt(self) -> dict[str, Any]:
@@ -248,6 +252,7 @@ class Record:
         self.path = Path(path)
         self.files = _check(self.path)
         self.contents = _read_json(self.path / "record.json")
+        check_record(self.contents, self.path / "record.json")
         try:
             self.environment: dict[str, Any] = self.contents["environment"]
             self.model: dict[str, Any] = self.contents["model"]
