@@ -77,6 +77,7 @@ def test_the_report_and_the_page_say_it():
     assert html.count('<circle class="dot s0"') >= 24
     # else a browser gives long values beside them the width, and breaks names letter by letter
     assert "td:first-child code { white-space: nowrap; }" in html
+    assert f'<div class="value">{a.environment["python.version"]}</div>' in html
 
 
 def test_axes():

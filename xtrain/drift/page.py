@@ -31,6 +31,7 @@ th { white-space: nowrap; }
 td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 code { font-size: .92em; overflow-wrap: anywhere; }
 td:first-child code { white-space: nowrap; }
+.value { min-width: 18rem; overflow-wrap: anywhere; }
 svg { width: 100%; height: auto; max-width: 44rem; display: block; }
 svg text { fill: var(--dim); font: 12px system-ui, sans-serif; }
 .tick, .label { text-anchor: middle; } .end, .key { text-anchor: end; }
@@ -212,18 +213,22 @@ def _unmatched(comparison: Comparison) -> list[str]:
 
 def _environment(comparison: Comparison) -> list[str]:
     changed = [
-        (f"<code>{escape(c.name)}</code>", _value(c.a), _value(c.b)) for c in comparison.changes
+        (f"<code>{escape(c.name)}</code>", _cell(c.a), _cell(c.b)) for c in comparison.changes
     ]
     parts = ["<h2>Environment</h2>"]
     parts.append(_table(("differs", "A", "B"), changed) if changed else "<p>The same in both.</p>")
     names = {change.name for change in comparison.changes}
     same = [
-        (f"<code>{escape(name)}</code>", _value(value))
+        (f"<code>{escape(name)}</code>", _cell(value))
         for name, value in comparison.a.environment.items()
         if name not in names
     ]
     table = _table(("the same in both", ""), same)
     return [*parts, f"<details><summary>{len(same)} equal settings</summary>{table}</details>"]
+
+
+def _cell(value: Any) -> str:
+    return f'<div class="value">{_value(value)}</div>'
 
 
 def _value(value: Any) -> str:
