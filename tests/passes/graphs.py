@@ -67,13 +67,14 @@ class ParallelUnderNoDropout(ParallelResidual):
         return x + F.dropout(branches, 0.0, self.training)
 
 
-class ParallelScaled(ParallelResidual):
-    """The sum of the branches is scaled before it joins the stream."""
+class ScaledExperts(Model):
+    """Granite: routed and shared experts are summed in the block, scaled, and are one branch."""
+
+    kinds = ("feed_forward",)
+    num_linear = 2
 
     def forward(self, x: Tensor) -> Tensor:
-        branches = self.marks[0](self.attention(F.rms_norm(x, (D,))))
-        branches = branches + self.marks[1](self.feed_forward(F.layer_norm(x, (D,))))
-        return x + 0.5 * branches
+        return x + self.marks[0]((self.branch(x, 0) + self.branch(x, 1)) * 0.5)
 
 
 class SpeltOutAttention(PreNorm):
@@ -272,7 +273,7 @@ SITES: dict[str, Callable[[], tuple[Model, tuple[Tensor, ...]]]] = {
         (ParallelResidual, ()),
         (ParallelSummedFirst, ()),
         (ParallelUnderNoDropout, ()),
-        (ParallelScaled, ()),
+        (ScaledExperts, ()),
         (ReadThroughAnotherSum, ()),
         (SpeltOutAttention, ()),
         (AlibiAttention, ()),

@@ -39,7 +39,6 @@ from xtrain.passes.values import (
     parameters_read_by,
     peel,
     same_shape,
-    scaled_value,
 )
 
 
@@ -129,11 +128,12 @@ class _Finder:
 
         Routed plus shared experts are summed inside the feed-forward module and so make one
         branch of the block's add; attention + feed-forward of a parallel block are summed in the
-        block's own code and so stay two, also scaled or under a dropout of p = 0 (Falcon). h + h is
-        one value, not two addends.
+        block's own code and so stay two, also under a dropout of p = 0 (Falcon). h + h is one
+        value, not two addends. A sum that is scaled before it joins the stream is one branch: the
+        routed and shared experts of a block that scales its branches (Granite).
         """
         users = list(node.users)
-        while len(users) == 1 and _is_seen_through(users[0]):
+        while len(users) == 1 and is_absent_dropout(users[0]):
             users = list(users[0].users)
         if len(users) != 1 or not self.is_candidate(users[0]):
             return None
@@ -147,8 +147,8 @@ class _Finder:
         for operand in sum_operands(add):
             assert isinstance(operand, fx.Node)
             link = operand
-            while _is_seen_through(link):
-                link = scaled_value(link) or fx_utils.operand(link, 0, "input")
+            while is_absent_dropout(link):
+                link = fx_utils.operand(link, 0, "input")
             if self.is_candidate(link) and self._outer_add(link) is add:
                 yield from self._addends(link)
             else:
@@ -314,11 +314,6 @@ class _Finder:
             if operand in reached and operand is not source:
                 found += self.outer._between(source, operand, reached)
         return list(dict.fromkeys(found)), reached
-
-
-def _is_seen_through(node: fx.Node) -> bool:
-    """Whether a chain of sums goes on through a node: scaling, or a dropout of p = 0."""
-    return is_absent_dropout(node) or scaled_value(node) is not None
 
 
 def find_cut_adds(graph: fx.Graph) -> list[fx.Node]:

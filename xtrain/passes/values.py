@@ -93,13 +93,6 @@ def _scaled_operand(value: object, factor: object) -> fx.Node | None:
     return None if made_of_parameters(value) else value
 
 
-def scaled_value(node: fx.Node) -> fx.Node | None:
-    """Return what a node multiplies or divides by a number or parameter, None for other nodes."""
-    name = fx_utils.op_name(node)
-    inner = _through(node) if name in fx_utils.MUL or name in fx_utils.DIV else None
-    return inner if inner is not None and same_shape(inner, node) else None
-
-
 def same_shape(a: object, b: object) -> bool:
     """Compare shapes without adding a guard: symbols are equal where that is known already."""
     first, second = fx_utils.tensor_meta(a), fx_utils.tensor_meta(b)
