@@ -64,7 +64,9 @@ def draw_op(panel: Any, rows: Sequence[Mapping[str, Any]]) -> None:
             at, first = cases.index(label_of(r)), label_of(r) == cases[0]
             label = "copy of as many bytes" if first else None
             panel.hlines(rate_of(r), at - 0.45, at + 0.45, "black", "--", label=label)
-    panel.set_xticks(range(len(cases)), cases, fontsize=7 if len(cases) > 4 else 8)
+    panel.set_xticks(
+        range(len(cases)), cases, fontsize=5.5 if len(cases) > 8 else 7 if len(cases) > 4 else 8
+    )
     panel.set_ylabel(f"forward and backward, {unit}")
     panel.grid(axis="y", alpha=0.3)
     panel.margins(y=0.25)

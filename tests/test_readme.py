@@ -41,3 +41,19 @@ def test_the_table_is_the_reports():
     assert "NVIDIA H200" in text
     for ratio in ("1.043 [1.027, 1.062]", "1.026 [1.018, 1.038]", "0.1% [-0.7, 1.8]"):
         assert ratio in README and ratio in markdown
+
+
+def test_the_kernels_table_is_the_reports():
+    """Every row of the README's table of ops, and the ratios beside it, against the reports."""
+    report = (ROOT / "bench/results/ops_h200_2026-11.md").read_text()
+    glance = {re.sub(" +", " ", line) for line in report.splitlines() if line.startswith("|")}
+    rows = re.findall(r"^\| [a-z_]+, .*bf16 \|.*$", README, re.M)
+    assert len(rows) == 12 and set(rows) <= glance
+    assert "96 of 108 targets were met" in report and "96 of the report's 108 targets" in README
+    assert "1.004 [0.955, 1.015]" in README and "1.004 [0.955, 1.015]" in report
+    llama = (ROOT / "bench/results/compare_hf_1b_h200_2026-11.md").read_text()
+    for ratio in ("1.260 [1.251, 1.262]", "1.157 [1.153, 1.162]"):
+        assert ratio in README and ratio in llama
+    coverage = (ROOT / "docs/coverage.md").read_text()
+    assert "Of 145 classes" in coverage and "143 come out exact" in coverage
+    assert "Of the 145 causal language models" in README and "143 come out exact" in README
