@@ -9,6 +9,7 @@ One training step (forward, backward, AdamW) on real text, run in turn by
     own          xtrain's own Transformer of that shape under xtrain.compile(dropout=p)
     liger-torch  liger under torch.compile
     eager        the model as it is
+    blocks       xtrain.compile_blocks of the unmodified model: its first step alone
 
 each in a process of its own with empty compile caches. Every step counts for the loss curves, which
 --plot lays over each other. Without flags: the 1.1B shape on a GPU, a tiny one on a CPU. Exit code
@@ -120,6 +121,7 @@ def resolve(flags: Namespace) -> tuple[Setting, Plan]:
 def run(setting: Setting, plan: Plan) -> tuple[dict[str, Any], dict[str, Outcome]]:
     """Return the environment and each variant's outcome."""
     outcomes = {name: Outcome() for name in plan.variants}
+    timed = [name for name in plan.variants if VARIANTS[name].timed]
     with Team(setting, plan.variants) as team:
         team.ask_all(plan.variants, "ready")
         environments = (team.ask(name, "environment", plan.commit) for name in plan.variants)
@@ -128,16 +130,18 @@ def run(setting: Setting, plan: Plan) -> tuple[dict[str, Any], dict[str, Outcome
             if first := team.ask(name, "first_steps", 4):
                 outcomes[name].first = first
                 print(f"{name}: first step {first['first_step_s']:.1f} s", flush=True)
+            if name not in timed:
+                team.stop(name)
         for block in range(plan.num_blocks):
-            visits: dict[str, list[list[float]]] = {name: [] for name in plan.variants}
-            for name in harness.order_of_block(plan.variants, block):
+            visits: dict[str, list[list[float]]] = {name: [] for name in timed}
+            for name in harness.order_of_block(timed, block):
                 if times := team.ask(name, "visit", plan.num_warm_up, plan.num_steps):
                     visits[name].append(times)
             for name, both in visits.items():
                 if len(both) == 2:  # else it has failed
                     outcomes[name].blocks.append(both)
             print(f"block {block + 1}/{plan.num_blocks}", flush=True)
-        for name in plan.variants:
+        for name in timed:
             outcomes[name].final = team.ask(name, "finish") or {}
         for name, error in team.errors.items():
             outcomes[name].error = error

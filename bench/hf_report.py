@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from bench.harness import NOT_AVAILABLE, Ratio, Report, Summary, block_ratio, flat, short
-from bench.hf_variants import CLAIMED, CLAIMS, MAX_PASS_SHARE, VARIANTS, Setting
+from bench.hf_variants import (
+    CLAIMED,
+    CLAIMS,
+    MAX_BLOCKS_SHARE,
+    MAX_PASS_SHARE,
+    VARIANTS,
+    Setting,
+)
 
 if TYPE_CHECKING:
     from bench.compare import Outcome, Plan
@@ -52,6 +60,24 @@ class Results:
         if len(curves) < 2 or not all(curves):
             return None
         return max(abs(a - b) for a, b in zip(*curves, strict=False))
+
+    def mean_difference(self, name: str, other: str, window: int = 10) -> float | None:
+        """Return the largest difference of two variants' losses, meant over windows of steps."""
+        curves = [self.outcomes[n].final.get("losses") for n in (name, other) if n in self.outcomes]
+        if len(curves) < 2 or not all(curves):
+            return None
+        ours, theirs = (
+            [fmean(losses[i : i + window]) for i in range(0, len(losses), window)]
+            for losses in curves
+        )
+        return max(abs(a - b) for a, b in zip(ours, theirs, strict=False))
+
+    def blocks_share(self) -> float | None:
+        """Return compile_blocks' first step as a part of xtrain.compile's."""
+        first = [self.outcomes[n].first for n in ("blocks", "xtrain") if n in self.outcomes]
+        if len(first) < 2 or not all(first):
+            return None
+        return first[0]["first_step_s"] / first[1]["first_step_s"]
 
     def pass_share(self) -> float | None:
         """Return our graph passes' time as a part of torch.compile's own first step."""
@@ -163,6 +189,16 @@ def checks(results: Results) -> list[list[str]]:
         met = "met" if share <= MAX_PASS_SHARE else "missed"
         claim = "graph passes' time / torch.compile's own first step"
         rows.append([claim, f"<= {MAX_PASS_SHARE:.0%}", f"{share:.1%}", met])
+    share = results.blocks_share()
+    if share is not None and results.setting.shape.num_hidden_layers >= 12:
+        met = "met" if share <= MAX_BLOCKS_SHARE else "missed"
+        claim = "first step of xtrain.compile_blocks / of xtrain.compile"
+        rows.append([claim, f"<= {MAX_BLOCKS_SHARE:.2f}", f"{share:.2f}", met])
+    ours, liger = (results.mean_difference(n, "torch") for n in ("xtrain-p0", "liger"))
+    if ours is not None and liger:  # Liger's own rounding is the yardstick
+        met = "met" if ours <= 2 * liger else "missed"
+        claim = "largest difference of 10-step mean losses to torch.compile, without dropout"
+        rows.append([claim, f"<= 2 x Liger's, {2 * liger:.2g}", f"{ours:.2g}", met])
     return rows
 
 

@@ -68,8 +68,9 @@ class Variant:
 
     model:    "hf": transformers' LlamaForCausalLM, unchanged; "liger": the same, patched by
               Liger-Kernel; "own": xtrain.model.Transformer of the same shape.
-    compiler: "" | "torch" | "xtrain" (with logits="drop").
+    compiler: "" | "torch" | "xtrain" (with logits="drop") | "xtrain-blocks" (compile_blocks).
     drops:    whether xtrain inserts dropout.
+    timed:    False for one that is run for its first step alone.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Variant:
     model: str
     compiler: str
     drops: bool = False
+    timed: bool = True
 
 
 VARIANTS: dict[str, Variant] = {
@@ -89,11 +91,15 @@ VARIANTS: dict[str, Variant] = {
         Variant("xtrain", "transformers + xtrain.compile, dropout", "hf", "xtrain", True),
         Variant("xtrain-p0", "transformers + xtrain.compile, no dropout", "hf", "xtrain"),
         Variant("own", "xtrain's Transformer + xtrain.compile, dropout", "own", "xtrain", True),
+        Variant(
+            "blocks", "transformers + xtrain.compile_blocks", "hf", "xtrain-blocks", True, False
+        ),
     )
 }
-DEFAULT_VARIANTS = ("torch", "liger", "xtrain", "xtrain-p0", "own")
+DEFAULT_VARIANTS = ("torch", "liger", "xtrain", "xtrain-p0", "own", "blocks")
 
 # (faster, baseline, least ratio of speeds): what the project promises at the 1b shape on one GPU.
 CLAIMS = (("xtrain", "torch", 1.20), ("xtrain", "liger", 1.12), ("xtrain", "own", 0.98))
 MAX_PASS_SHARE = 0.05  # of torch.compile's own first step
+MAX_BLOCKS_SHARE = 0.5  # compile_blocks' first step / that of xtrain.compile on the whole model
 CLAIMED = "1b"

@@ -63,6 +63,8 @@ def test_claims_and_ratios_follow_from_the_times(tmp_path):
         )
         for name, ms in times.items()
     }
+    outcomes["xtrain-p0"] = Outcome(final={"losses": [3.0, 2.15]})
+    outcomes["blocks"] = Outcome(first={"first_step_s": 4.0})
     outcomes["liger-torch"] = Outcome(error="first_steps: Unsupported: x")
     plan = Plan(tuple(outcomes), 7, 3, 1)
     on_gpu = setting(device="cuda", shape=SHAPES["1b"])
@@ -72,6 +74,8 @@ def test_claims_and_ratios_follow_from_the_times(tmp_path):
         (">= 1.12", "1.100 [1.100, 1.100]", "missed"),
         (">= 0.98", "0.990 [0.990, 0.990]", "met"),
         ("<= 5%", "6.0%", "missed"),
+        ("<= 0.50", "0.40", "met"),
+        ("<= 2 x Liger's, 0.01", "0.015", "missed"),
     ]
     text = report.markdown()
     assert "failed: first_steps: Unsupported: x" in text and "use_triton_rope 2 of 2" in text
