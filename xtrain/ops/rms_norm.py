@@ -127,8 +127,8 @@ def prefers_kernel(x: Tensor, weight: Tensor, eps: float = 1e-6, *, cast: str = 
 def prefers_row_kernel(x: Tensor, *others: Tensor) -> bool:
     """Return whether kernels that hold whole rows in registers beat inductor for x's rows.
 
-    On a GPU, from the rows of query and key norms on: forward and backward took 0.51 to 0.70 of the
-    time of the fused decomposition from 128 to 4096 columns (bench/results/ops_h200_2026-11.md).
+    On a GPU, from the rows of query and key norms on: forward and backward took 0.51 to 0.63 of the
+    time of the fused decomposition from 64 to 4096 columns (bench/results/ops_h200_2026-11.md).
     What little inductor could fuse with it does not make up for that.
     """
     dtypes = all(tensor.dtype in KERNEL_DTYPES for tensor in (x, *others))
