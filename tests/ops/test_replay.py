@@ -17,8 +17,12 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from xtrain import torch_compat
-from xtrain.ops import OPS, registry, replay
+from xtrain.ops import OPS, linear_cross_entropy_chunks, registry, replay
 from xtrain.ops.triton.launching import launch
+
+linear_cross_entropy = import_module(
+    "xtrain.ops.linear_cross_entropy"
+)  # xtrain.ops has it as a function
 
 
 class StubKernel:
@@ -179,12 +183,37 @@ def test_values_are_let_go_behind_their_last_reader(op):
     assert alive == [1, 2, 2, 2, 2, 2]
 
 
+def test_tensors_given_by_name_are_those_of_the_call(op):
+    """Products into memory taken before, a part of it at a time, as linear_cross_entropy's are."""
+
+    def products(y, xs, factor):
+        first, second = y.new_empty((y.shape[0],) * 2), torch.empty_like(y)
+        torch.mm(y, xs[0].t(), out=first)
+        for part in (slice(0, 1), slice(1, 4)):
+            torch.mm(first[part], xs[1], out=second[part])
+        torch.addmm(first, xs[0], y.t(), alpha=factor, out=first)
+        return first, second
+
+    replayed = replay.Replayed(op, products)
+    for _ in range(3):
+        y, xs = inputs()
+        before = [t.clone() for t in (y, *xs)]
+        for found, wanted in zip(replayed(y, xs, 2.0), products(y, xs, 2.0), strict=True):
+            assert torch.equal(found, wanted)
+        assert all(torch.equal(a, b) for a, b in zip((y, *xs), before, strict=True))
+    assert None not in replayed._plans.values()
+
+
 def reads_a_value(y, xs, factor):
     return y * (1.0 if float(y[0, 0]) > 0 else -1.0), y + 0
 
 
 def writes_to_an_input(y, xs, factor):
     return y.add_(1.0).clone(), xs[0] + 1
+
+
+def writes_to_an_input_by_name(y, xs, factor):
+    return torch.add(y, 1.0, out=y).clone(), xs[0] + 1
 
 
 def keeps_memory(y, xs, factor):
@@ -207,7 +236,14 @@ KEPT = torch.ones(24)
 
 
 @pytest.mark.parametrize(
-    "function", [reads_a_value, writes_to_an_input, keeps_memory, passes_an_object]
+    "function",
+    [
+        reads_a_value,
+        writes_to_an_input,
+        writes_to_an_input_by_name,
+        keeps_memory,
+        passes_an_object,
+    ],
 )
 def test_what_depends_on_more_than_the_key_is_no_replay(op, function):
     replayed = replay.Replayed(op, function)
@@ -314,6 +350,13 @@ def test_a_replay_launches_with_the_arguments_of_the_first_call(name, monkeypatc
         return Compiled()
 
     monkeypatch.setattr(jit, "run", run)
+    # what an op does on the CPU alone
+    monkeypatch.setattr(linear_cross_entropy, "check_range", lambda *_: None)
+    monkeypatch.setattr(
+        linear_cross_entropy_chunks,
+        "row_function",
+        lambda _: linear_cross_entropy_chunks.rows_by_kernel,
+    )
     replayed = []
     for op, args in recorded_calls(name, "contiguous", torch.bfloat16, "cpu"):
         call = replay.Replayed(op, replay.CALLS[op.name().partition("::")[2]]._implementation)

@@ -189,6 +189,7 @@ FORWARD = registry.define_op(
     decomposition=forward_decomposition,
     cpu=_forward,
     cuda=_forward,
+    replayed=True,
 )
 BACKWARD = registry.define_op(
     "linear_cross_entropy_backward(Tensor grad_loss, Tensor? hidden, Tensor? weight, "
@@ -201,6 +202,7 @@ BACKWARD = registry.define_op(
     decomposition=backward_decomposition,
     cpu=_backward_kernel,
     cuda=_backward_kernel,
+    replayed=True,
 )
 
 

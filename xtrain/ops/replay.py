@@ -160,9 +160,9 @@ class _Calls:
                 start(*arguments, stream=self.stream(device))
             else:
                 operator, constants, places, keywords, made = step
-                arguments = constants.copy()
+                arguments, keywords = constants.copy(), keywords.copy()
                 for place, value in places:
-                    arguments[place] = values[value]
+                    (keywords if isinstance(place, str) else arguments)[place] = values[value]
                 result = operator(*arguments, **keywords)
                 for place, value in made:
                     values[value] = result if place is None else result[place]
@@ -246,21 +246,13 @@ class _Recording(TorchDispatchMode):
         self, values: _Origins, func: Any, args: tuple[Any, ...], kwargs: Any, result: Any
     ) -> tuple[Any, ...] | None:
         """Return a step of _Calls, or None for what a replay may not call."""
-        constants, places = list(args), []
-        for place, arg in enumerate(args):
-            if isinstance(arg, Tensor):
-                if id(arg) not in values:
-                    return None
-                number = values[id(arg)][0]
-                info = func._schema.arguments[place].alias_info
-                if info is not None and info.is_write and number < len(self._inputs):
-                    return None
-                places.append((place, number))
-                constants[place] = None
-            elif _tensors(arg):
-                return None
-        if _tensors(kwargs) or not _tensors(result):
+        arguments = func._schema.arguments
+        positional = self._read(values, dict(enumerate(args)), dict(enumerate(arguments)))
+        by_name = self._read(values, kwargs, {argument.name: argument for argument in arguments})
+        if positional is None or by_name is None or not _tensors(result):
             return None
+        constants = [None if isinstance(arg, Tensor) else arg for arg in args]
+        keywords = {name: arg for name, arg in kwargs.items() if not isinstance(arg, Tensor)}
         parts = [(None, result)] if isinstance(result, Tensor) else list(enumerate(result))
         made = []
         for place, part in parts:  # type: ignore[assignment]
@@ -268,7 +260,25 @@ class _Recording(TorchDispatchMode):
                 made.append((place, values.setdefault(id(part), (_count(values), 0))[0]))
             elif _tensors(part):
                 return None
-        return func, constants, places, dict(kwargs), made
+        return func, constants, positional + by_name, keywords, made
+
+    def _read(
+        self, values: _Origins, given: dict[Any, Any], arguments: dict[Any, Any]
+    ) -> list[tuple[Any, int]] | None:
+        """Return (place or name, value) of each tensor given, or None where a replay may not."""
+        read = []
+        for place, arg in given.items():
+            if isinstance(arg, Tensor):
+                if id(arg) not in values:
+                    return None
+                number = values[id(arg)][0]
+                info = arguments[place].alias_info
+                if info is not None and info.is_write and number < len(self._inputs):
+                    return None
+                read.append((place, number))
+            elif _tensors(arg):
+                return None
+        return read
 
 
 def _as_launch(

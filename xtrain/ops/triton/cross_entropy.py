@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from xtrain.ops.triton.launching import launch
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 # Below every logit times LOG2_E but -inf: a place that has seen no logit adds nothing.
@@ -195,7 +197,9 @@ def cross_entropy_rows(
         return
     tile_rows, vector, num_warps = cross_entropy_block_sizes(n_cols, logits.element_size())
     out = logits if grad is None else grad
-    _cross_entropy_rows_kernel[(n_rows,)](
+    launch(
+        _cross_entropy_rows_kernel,
+        (n_rows,),
         logits,
         out,
         targets,

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from xtrain.ops.triton.launching import launch
+
 
 @triton.jit
 def _scale_kernel(
@@ -52,7 +54,9 @@ def scale(x: Tensor, factor: Tensor, out: Tensor) -> Tensor:
     """
     if x.numel() > 0:
         block, num_programs, num_warps = scale_block_sizes(x.numel(), x.element_size())
-        _scale_kernel[(num_programs,)](
+        launch(
+            _scale_kernel,
+            (num_programs,),
             x,
             out,
             factor,
