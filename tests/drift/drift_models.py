@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from xtrain.drift.models import draw_weights
+from xtrain.drift.models import Subject, draw_weights, hash_weights
 from xtrain.model import Config, Transformer
 
 
@@ -68,3 +68,30 @@ class Scale(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.weight * 30
+
+
+def subject(model, vocab=16, max_length=None):
+    return Subject(model, {"kind": "test"}, vocab, max_length, weights=hash_weights(model))
+
+
+def prompts(*lists):
+    return [{"tokens": list(ids), "text": None} for ids in lists]
+
+
+def llama(**overrides):
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, vocab_size=64)
+    config = transformers.LlamaConfig(
+        **sizes, num_attention_heads=4, num_key_value_heads=2, **overrides
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def gpt2():
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=64)
+    return transformers.GPT2LMHeadModel(config).eval()

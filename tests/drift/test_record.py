@@ -9,41 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from drift_models import Rowwise, decoder, tokens
+from drift_models import Rowwise, decoder, gpt2, llama, prompts, subject, tokens
 from torch import nn
 
 from xtrain.drift import DriftError, Record, compare, record
-from xtrain.drift.models import Subject, derived_buffers, hash_weights
+from xtrain.drift.models import derived_buffers
 from xtrain.drift.recording import Settings, record_prompts
 from xtrain.drift.report import as_text
 from xtrain.drift.values import to_float64
-
-
-def subject(model, vocab=16, max_length=None):
-    return Subject(model, {"kind": "test"}, vocab, max_length, weights=hash_weights(model))
-
-
-def prompts(*lists):
-    return [{"tokens": list(ids), "text": None} for ids in lists]
-
-
-def llama(**overrides):
-    import transformers
-
-    torch.manual_seed(0)
-    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, vocab_size=64)
-    config = transformers.LlamaConfig(
-        **sizes, num_attention_heads=4, num_key_value_heads=2, **overrides
-    )
-    return transformers.LlamaForCausalLM(config).eval()
-
-
-def gpt2():
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=64)
-    return transformers.GPT2LMHeadModel(config).eval()
 
 
 def test_ops_in_graph_order_with_their_modules_and_values():
@@ -227,54 +200,6 @@ def test_a_graph_break_is_one_line():
 
     with pytest.raises(DriftError, match="does not compile as one graph .* --mode eager"):
         record(Breaking(), tokens(), mode="aot_eager")
-
-
-def test_greedy_is_the_models_own_generate():
-    """Without a cache and with it, the tokens of a small model are those of generate()."""
-    for model in (llama(), gpt2()):
-        lists = prompts([1, 2, 3], [7, 8, 9], [5])
-        ids = torch.tensor([[1, 2, 3]])
-        expected = model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None)
-        own = record_prompts(subject(model, 64), lists, Settings(num_tokens=6))
-        theirs = record_prompts(
-            subject(model, 64), lists, Settings(num_tokens=6, decode="generate", batch_size=2)
-        )
-        for found in (own, theirs):
-            assert [step.tokens[0] for step in found.cases[0].steps] == expected[0, 3:].tolist()
-        result = compare(own, theirs)
-        assert result.exit_code in (0, 1) and result.max_shift < 1e-5
-        assert len(result.positions) == 18
-        assert [p.position for p in result.positions[:6]] == [2, 3, 4, 5, 6, 7]
-
-
-def test_sampling_is_drawn_by_its_seed_alone():
-    model = Rowwise()
-    settings = Settings(num_tokens=12, decode="sample", sample_seed=3)
-    torch.manual_seed(1)
-    first = record_prompts(subject(model), prompts([1], [1]), settings)
-    torch.manual_seed(2)
-    again = record_prompts(subject(model), prompts([1], [1]), settings)
-    texts = [[s.tokens[0] for s in case.steps] for case in (*first.cases, *again.cases)]
-    assert texts[:2] == texts[2:] and texts[0] != texts[1]  # a prompt's own draws
-    other = Settings(num_tokens=12, decode="sample", sample_seed=4)
-    assert compare(first, record_prompts(subject(model), prompts([1], [1]), other)).exit_code == 4
-
-
-def test_sampled_tokens_have_the_frequencies_of_softmax():
-    class Fixed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table = nn.Parameter(torch.tensor([0.0, 1.0, 2.0]))
-
-        def forward(self, input_ids):
-            return self.table.expand(*input_ids.shape, 3)
-
-    settings = Settings(num_tokens=40, decode="sample", temperature=2.0, op_steps=0)
-    found = record_prompts(subject(Fixed(), 3), prompts(*[[0]] * 40), settings)
-    drawn = np.array([step.tokens[0] for step in found.steps()])
-    expected = np.exp([0, 0.5, 1]) / np.exp([0, 0.5, 1]).sum()
-    rate = np.bincount(drawn, minlength=3) / drawn.size
-    assert (np.abs(rate - expected) <= 5 * np.sqrt(expected * (1 - expected) / drawn.size)).all()
 
 
 def test_bf16_is_kept_as_it_is():

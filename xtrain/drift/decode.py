@@ -8,7 +8,6 @@ generate  the model's own: Hugging Face's generate() with its cache, or xtrain.g
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -169,20 +168,21 @@ def _generate(recording: _Recording, numbers: Sequence[int]) -> None:
 
 
 def _hugging_face(model: Any, ids: Tensor, num_tokens: int) -> list[list[int]]:
-    config = copy.deepcopy(model.generation_config)
-    config.update(
+    sequences = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
         do_sample=False,
         num_beams=1,
         max_new_tokens=num_tokens,
         min_new_tokens=None,
-        eos_token_id=None,  # every record of a prompt has the same number of steps
+        # Every record of a prompt has the same number of steps. As an argument: a None in a
+        # generation_config is filled up from the model's own, and the text would end there.
+        eos_token_id=None,
         pad_token_id=PADDING_ID,
         temperature=1.0,
         top_p=1.0,
         top_k=50,
     )
-    mask = torch.ones_like(ids)
-    sequences = model.generate(ids, attention_mask=mask, generation_config=config)
     return sequences[:, ids.shape[1] :].tolist()
 
 
