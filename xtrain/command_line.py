@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NoReturn
 
-from xtrain.config import ConfigError
+from xtrain.config_fields import ConfigError
 
 # Exit codes: the run failed; what the user asked for is wrong; Ctrl-C (128 + SIGINT).
 FAILURE, USAGE, INTERRUPTED = 1, 2, 130
-FAILURES = ("CheckpointError", "PassError", "SiteError", "TrainingError")
+FAILURES = ("CheckpointError", "DriftError", "PassError", "SiteError", "TrainingError")
 
 
 class Parser(argparse.ArgumentParser):

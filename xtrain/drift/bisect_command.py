@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from xtrain.drift.bisect_runs import Plan, Run, Setting, effects, groups, intera
 from xtrain.drift.comparison import IDENTICAL, compare
 from xtrain.drift.errors import DriftError
 from xtrain.drift.factors import parse_all, run_child
+from xtrain.drift.output import deliver
 from xtrain.drift.record_folder import Record
 from xtrain.drift.report import size_text
 
@@ -78,15 +78,7 @@ def run_bisect(args: argparse.Namespace) -> int:
     finally:
         if not args.keep:
             shutil.rmtree(folder, ignore_errors=True)
-    if args.json:
-        text = json.dumps(result, indent=1, allow_nan=False) + "\n"
-        if args.json == "-":
-            sys.stdout.write(text)
-            return int(result["exit_code"])
-        from xtrain.drift.command import write_text
-
-        write_text(args.json, text)
-    sys.stdout.write(as_text(result))
+    deliver(args.json, lambda: result, lambda: as_text(result))
     return int(result["exit_code"])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -12,9 +11,9 @@ from typing import Any, NoReturn
 
 from xtrain.command_line import INTERRUPTED, Parser, limit_spinning
 from xtrain.drift import bisect_command, ops_command
-from xtrain.drift.errors import DriftError
+from xtrain.drift.errors import BAD_INPUT, INTERNAL, DriftError, missing_package
+from xtrain.drift.output import deliver, show, write_text
 
-BAD_INPUT, INTERNAL = 5, 70
 EXAMPLES = """\
 examples:
   python -m xtrain.drift record --out A.drift small                 here and now
@@ -112,12 +111,12 @@ def run_record(args: argparse.Namespace) -> int:
     record = record_from_flags(args)
     steps = sum(len(case.steps) for case in record.cases)
     size = sum(file["bytes"] for file in record.files.values()) / 2**20
-    print(f"{args.out}: {len(record.cases)} prompts, {steps} forwards, {size:.1f} MiB")
+    text = f"{args.out}: {len(record.cases)} prompts, {steps} forwards, {size:.1f} MiB\n"
     effect = record.contents["observer_effect"]
     if effect and effect["differs"]:
-        print(
-            f"observer effect: observed logits differ from the model's by {effect['max_abs']:.3g}"
-        )
+        size = effect["max_abs"]
+        text += f"observer effect: observed logits differ from the model's by {size:.3g}\n"
+    show(text)
     return 0
 
 
@@ -134,13 +133,7 @@ def run_compare(args: argparse.Namespace) -> int:
         from xtrain.drift.page import page
 
         write_text(args.html, page(comparison))
-    if args.json:
-        text = json.dumps(as_json(comparison), indent=1, allow_nan=False) + "\n"
-        if args.json == "-":
-            sys.stdout.write(text)
-            return comparison.exit_code
-        write_text(args.json, text)
-    sys.stdout.write(as_text(comparison))
+    deliver(args.json, lambda: as_json(comparison), lambda: as_text(comparison))
     return comparison.exit_code
 
 
@@ -152,23 +145,17 @@ def _compare_training(args: argparse.Namespace) -> int:
     comparison = compare_training(args.a, args.b)
     if args.html:
         raise DriftError("there is no page for training runs; leave out --html")
-    if args.json:
-        values = {**asdict(comparison), "exit_code": comparison.exit_code}
-        text = json.dumps(values, indent=1, allow_nan=False) + "\n"
-        if args.json == "-":
-            sys.stdout.write(text)
-            return comparison.exit_code
-        write_text(args.json, text)
-    sys.stdout.write(as_text(comparison))
+    values = {**asdict(comparison), "exit_code": comparison.exit_code}
+    deliver(args.json, lambda: values, lambda: as_text(comparison))
     return comparison.exit_code
 
 
-def write_text(path: str, text: str) -> None:
-    """Write a report. Raises: DriftError where that is impossible."""
+def _run(args: argparse.Namespace) -> int:
     try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise DriftError(f"cannot write {path}: {error.strerror}") from None
+        code: int = args.run(args)
+    except ModuleNotFoundError as error:
+        raise DriftError(missing_package(error)) from error
+    return code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -178,9 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         args = build_parser().parse_args(arguments)
-        code: int = args.run(args)
-        sys.stdout.flush()
-        return code
+        return _run(args)
     except DriftError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return BAD_INPUT

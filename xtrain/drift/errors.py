@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
+BAD_INPUT, INTERNAL = 5, 70  # exit codes that are no verdict
+
 
 class DriftError(ValueError):
     """A record, a model, a flag or a file that cannot be used: exit code 5."""
+
+
+def missing_package(error: ModuleNotFoundError) -> str:
+    """Return what to do about an import that failed. Raises: the error, for a module of ours."""
+    package = (error.name or "").partition(".")[0]
+    if package in ("", "xtrain"):
+        raise error
+    return f"this needs the package {package}; install it"

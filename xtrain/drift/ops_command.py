@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -14,6 +13,7 @@ from tabulate import tabulate
 
 from xtrain.drift.errors import DriftError
 from xtrain.drift.factors import Factor, parse_all, run_child
+from xtrain.drift.output import deliver, show
 
 SAME, DIFFERENT, ABSENT = ".", "#", " "
 
@@ -66,15 +66,8 @@ def run_ops(args: argparse.Namespace) -> int:
     ]:
         raise DriftError(f"ops runs no model, {unfit[0]} says nothing to it")
     rows = compare_settings(args, factors)
-    if args.json:
-        text = json.dumps([{**vars(row), "first": row.first} for row in rows], indent=1) + "\n"
-        if args.json == "-":
-            sys.stdout.write(text)
-            return int(any(row.first is not None for row in rows))
-        from xtrain.drift.command import write_text
-
-        write_text(args.json, text)
-    sys.stdout.write(picture(rows, factors))
+    values = [{**vars(row), "first": row.first} for row in rows]
+    deliver(args.json, lambda: values, lambda: picture(rows, factors))
     return int(any(row.first is not None for row in rows))
 
 
@@ -155,5 +148,5 @@ def _child(args: argparse.Namespace) -> int:
     if args.dtype not in DTYPES:
         raise DriftError(f"--dtype must be one of {', '.join(DTYPES)}, got {args.dtype!r}")
     dtype: Any = DTYPES[args.dtype]
-    print(run(args.rows, dtype, args.device, args.threads))
+    show(run(args.rows, dtype, args.device, args.threads) + "\n")
     return 0
