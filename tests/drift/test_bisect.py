@@ -102,6 +102,29 @@ def test_a_value_that_kills_its_process_is_a_result():
     assert interactions(plan) == [] and len(plan.runs) == 3  # no pair with the dead one
 
 
+def test_three_that_act_or_cancel_only_together():
+    together = plan_of(lambda a, b, c: a & b & c, "A", "B", "C")
+    assert dict(effects(together)) == dict.fromkeys("ABC", "no effect alone")
+    words = "no one and no pair has an effect, all have"
+    assert interactions(together) == [("A=1 B=1 C=1", words)]
+    cancel = plan_of(lambda a, b, c: (a + 2 * b + 4 * c) % 7, "A", "B", "C")
+    words = "each changes the numbers, all together cancel"
+    assert interactions(cancel) == [("A=1 B=1 C=1", words)]
+    # A and B cancel, so that of all three C is left: a pair says it
+    pair = plan_of(lambda a, b, c: (a ^ b) + 2 * c, "A", "B", "C")
+    assert interactions(pair) == [("A=1 B=1", "each changes the numbers, together they cancel")]
+
+
+def test_all_at_once_leaves_out_what_cannot_run():
+    """Of a dead last value the last one that runs stands in; the run would say nothing else."""
+    plan = Plan([Factor("A", ("0", "1", "2")), Factor("B", ("0", "1")), Factor("C", ("0", "1"))])
+    for setting in [plan.baseline, *(plan.changed(change) for change in plan.singles())]:
+        plan.runs[setting] = _run(setting, lambda a, b, c: None if a == 2 else 0)
+    assert plan.everything() == [("1", "1", "1")]
+    plan.runs["1", "0", "0"] = _run(("1", "0", "0"), lambda *_: None)
+    assert plan.everything() == []  # the pair of B and C is all that is left
+
+
 def script(path: Path, text: str) -> str:
     path.write_text(text)
     path.chmod(0o755)
@@ -152,6 +175,15 @@ MISTAKES = [
     (["bisect", "tiny", "--factor=threads=1,1"], "of different values, got 'threads=1,1'"),
     (["bisect", "tiny", "--factor=treads=1,2"], "unknown factor 'treads'"),
     (["bisect", "tiny", "--factor=compile=yes,no"], "compile is off or on"),
+    (["bisect", "tiny", "--factor=mode=eager,inductr"], "--mode must be one of eager, aot_eager"),
+    (["bisect", "tiny", "--factor=threads=1,x"], "--threads must be a whole number, got 'x'"),
+    (["bisect", "tiny", "--factor=threads=1,0"], "--threads must be at least 1, got 0"),
+    (["bisect", "tiny", "--factor=batch=1,-8"], "--batch must be at least 1, got -8"),
+    (["bisect", "tiny", "--factor=dtype=fp32,fp8"], "--dtype must be one of auto, fp32, bf16"),
+    (["bisect", "tiny", "--factor=decode=greedy,beam"], "--decode must be one of greedy, gen"),
+    (["bisect", "tiny", "--factor=device=cpu,gpu"], "--device must be cpu, cuda or cuda:N"),
+    (["bisect", "tiny", "--factor=pad-to=auto,-4"], "--pad-to must be a number of tokens or"),
+    (["bisect", "tiny", "--factor=threads=1,2", "--tokens=-1"], "--tokens must be at least 0"),
     (["bisect", "tiny", "--factor=python=/nowhere,/else"], "neither an interpreter nor a virtual"),
     (["bisect", "tiny", "--factor=A=1,2", "--factor=A=3,4"], "the factor A is given twice"),
     (["bisect", "tiny", "--packages", "--factor=A=1,2"], "--packages compares two Pythons"),

@@ -145,7 +145,7 @@ MISTAKES = [
     (["record", "--out", "x", "tinny"], "'tinny' is no preset"),
     (["record", "--out", "x", "tiny", "--tokens=-1"], "--tokens must be at least 0, got -1"),
     (["record", "--out", "x", "tiny", "--tokens=lots"], "invalid int value: 'lots'"),
-    (["record", "--out", "x", "tiny", "--mode=fast"], "--mode must be eager, aot_eager or ind"),
+    (["record", "--out", "x", "tiny", "--mode=fast"], "--mode must be one of eager, aot_eager"),
     (["record", "--out", "x", "tiny", "--dtype=fp8"], "--dtype must be one of auto, fp32"),
     (["record", "--out", "x", "tiny", "--decode=beam"], "decode must be one of greedy, generate"),
     (["record", "--out", "x", "tiny", "--device=cuda:99"], "--device is cuda:99, but torch"),

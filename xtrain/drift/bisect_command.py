@@ -16,6 +16,7 @@ from xtrain.drift.bisect_runs import Plan, Run, Setting, effects, groups, intera
 from xtrain.drift.comparison import IDENTICAL, compare
 from xtrain.drift.errors import DriftError
 from xtrain.drift.factors import parse_all, run_child
+from xtrain.drift.flag_values import check_flags
 from xtrain.drift.output import deliver
 from xtrain.drift.record_folder import Record
 from xtrain.drift.report import size_text
@@ -62,6 +63,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run_bisect(args: argparse.Namespace) -> int:
     """Run everything; the exit code is the worst verdict of a run against the baseline."""
+    check_flags(args)
     plan = Plan(parse_all(args.factor))
     if not plan.factors:
         raise DriftError("bisect needs at least one --factor NAME=VALUE,VALUE")

@@ -63,10 +63,14 @@ class Plan:
         return [(x, y) for x, y in combinations(alive, 2) if x[0] != y[0]]
 
     def everything(self) -> list[Setting]:
-        """Return the setting with all last values, where no pair is that already."""
+        """Return the setting with all last values that run, where no pair is that already."""
         if len(self.factors) < 3:
             return []
-        return [tuple(factor.values[-1] for factor in self.factors)]
+        alive: dict[int, str] = {}
+        for number, value in self.singles():
+            if not self._failed((number, value)):
+                alive[number] = value
+        return [self.changed(*alive.items())] if len(alive) > 2 else []
 
     def num_runs(self) -> int:
         """Return how many runs there will be at most."""
@@ -136,6 +140,28 @@ def interactions(plan: Plan) -> list[tuple[str, str]]:
                 words = f"{names[0]} takes back what {names[1]} does"
         if words is not None:
             found.append((plan.describe(plan.changed(x, y)), words))
+    return found + _of_everything(plan)
+
+
+def _of_everything(plan: Plan) -> list[tuple[str, str]]:
+    """Return what all last values at once do, where no single one and no pair of them says it."""
+    base = plan.group()
+    found = []
+    for setting in plan.everything():
+        run = plan.runs.get(setting)
+        changes = [
+            (i, value)
+            for i, (value, first) in enumerate(zip(setting, plan.baseline, strict=True))
+            if value != first
+        ]
+        fewer = [(change,) for change in changes] + list(combinations(changes, 2))
+        moved = [plan.group(*some) != base for some in fewer]
+        if run is None or run.failed or None in (plan.group(*some) for some in fewer):
+            continue
+        if run.group != base and not any(moved):
+            found.append((plan.describe(setting), "no one and no pair has an effect, all have"))
+        if run.group == base and all(moved):
+            found.append((plan.describe(setting), "each changes the numbers, all together cancel"))
     return found
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xtrain.drift.errors import DriftError
+from xtrain.drift.flag_values import check_flag
 
 FLAGS = ("threads", "batch", "mode", "dtype", "device", "decode", "pad-to")
 VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
@@ -46,7 +47,8 @@ class Result:
 def parse(text: str) -> Factor:
     """Return the factor that NAME=V1,V2 means.
 
-    Raises: DriftError for a name that is none, or fewer than two different values.
+    Raises: DriftError for a name that is none, fewer than two different values, or a value that no
+    child could take. What only a model or a machine can refuse is for the children to say.
     """
     name, equals, rest = text.partition("=")
     values = tuple(value.strip() for value in rest.split(","))
@@ -58,9 +60,11 @@ def parse(text: str) -> Factor:
         raise DriftError(f"unknown factor {name!r}; known: {known}, or a VARIABLE in capitals")
     if name == "compile" and not set(values) <= {"off", "on"}:
         raise DriftError(f"compile is off or on, got {rest!r}")
-    if name == "python":
-        for value in values:
+    for value in values:
+        if name == "python":
             interpreter(value)
+        elif name in FLAGS:
+            check_flag(name, value)
     return Factor(name, values)
 
 

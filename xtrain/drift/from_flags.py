@@ -13,6 +13,7 @@ import torch
 
 from xtrain.drift import models
 from xtrain.drift.errors import DriftError
+from xtrain.drift.flag_values import check_flags
 from xtrain.drift.record_folder import Record
 from xtrain.drift.recording import Settings, record_prompts
 
@@ -58,41 +59,14 @@ def record_from_flags(args: argparse.Namespace) -> Record:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuse values that no model could make right."""
-    minima = {
-        "seed": 0,
-        "sample_seed": 0,
-        "num_prompts": 1,
-        "prompt_length": 1,
-        "tokens": 0,
-        "batch": 1,
-        "threads": 1,
-        "warm_up": 0,
-        "op_steps": 0,
-        "top_k": 1,
-    }
-    for name, minimum in minima.items():
-        value = getattr(args, name)
-        if value is not None and value < minimum:
-            flag = name.replace("_", "-")
-            raise DriftError(f"--{flag} must be at least {minimum}, got {value}")
-    if args.pad_to not in (None, "auto") and not str(args.pad_to).isdecimal():
-        raise DriftError(f"--pad-to must be a number of tokens or auto, got {args.pad_to!r}")
-    if args.mode not in ("eager", "aot_eager", "inductor"):
-        raise DriftError(f"--mode must be eager, aot_eager or inductor, got {args.mode!r}")
-    if args.dtype not in ("auto", *models.DTYPES):
-        known = ", ".join(("auto", *models.DTYPES))
-        raise DriftError(f"--dtype must be one of {known}, got {args.dtype!r}")
-    _check_device(args.device)
-
-
-def _check_device(name: str) -> None:
-    kind, _, number = name.partition(":")
-    if kind not in ("cpu", "cuda") or (number and (kind == "cpu" or not number.isdecimal())):
-        raise DriftError(f"--device must be cpu, cuda or cuda:N, got {name!r}")
+    """Refuse values that no model could make right, and devices that are not here."""
+    check_flags(args)
+    kind, _, number = args.device.partition(":")
     count = torch.cuda.device_count() if kind == "cuda" and torch.cuda.is_available() else 0
     if kind == "cuda" and int(number or 0) >= count:
-        raise DriftError(f"--device is {name}, but torch {torch.__version__} finds {count} of them")
+        raise DriftError(
+            f"--device is {args.device}, but torch {torch.__version__} finds {count} of them"
+        )
 
 
 def _pad_to(args: argparse.Namespace, prompts: Sequence[Mapping[str, Any]]) -> int | None:

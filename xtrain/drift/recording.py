@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from xtrain.drift import environment
 from xtrain.drift.collect import Collector, Layout, to_bits
 from xtrain.drift.errors import DriftError
+from xtrain.drift.flag_values import DECODERS
 from xtrain.drift.models import Subject, count_parameters, hash_weights, json_number, weight_sizes
 from xtrain.drift.observe import MODES, Runner
 from xtrain.drift.record_folder import (
@@ -27,8 +28,6 @@ from xtrain.drift.record_folder import (
     temporary_record_path,
 )
 from xtrain.drift.values import hash_bits
-
-DECODERS = ("greedy", "generate", "sample")
 
 
 @dataclass(frozen=True, kw_only=True)
