@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from xtrain.drift.record_folder import Columns, OpKey
 from xtrain.drift.values import FLOATS, STATISTICS, Distance, coarser_dtype, distance, max_ulps
 
+RMS = STATISTICS.index("rms")
+
 
 class Unmatched(NamedTuple):
     """An op that one of two records lacks, or has in another shape."""
@@ -96,6 +98,27 @@ def differences(
             # bits of two dtypes say nothing: what is left are the numbers that were kept
             different[row] = bound(a, b, i[row], j[row], "F64").max_abs > 0
     return RowDifferences(pairs, comparable, different)
+
+
+def contradictions(
+    a: Columns, b: Columns, keys_a: Sequence[OpKey], keys_b: Sequence[OpKey]
+) -> list[tuple[int, str]]:
+    """Return (row of a, "statistics" | "samples") where bits are equal and what is of them is not.
+
+    Both are functions of the bits, but for the last places of sums.
+    """
+    i, j = align(tuple(keys_a), tuple(keys_b)).pairs.T
+    same = (a.shape[i] == b.shape[j]).all(axis=1) & (a.hash[i] == b.hash[j]).all(axis=1)
+    same &= np.array([keys_a[x].dtype == keys_b[y].dtype for x, y in zip(i, j, strict=True)], bool)
+    x, y = a.statistics[i], b.statistics[j]
+    with np.errstate(invalid="ignore", over="ignore"):
+        close = np.abs(x - y) <= 1e-9 * np.abs(x[:, RMS : RMS + 1])
+    sums = np.isin(np.arange(x.shape[1]), (STATISTICS.index("mean"), RMS))
+    alike = (x == y) | np.isnan(x) & np.isnan(y) | close & sums
+    found = [(int(i[row]), "statistics") for row in np.flatnonzero(same & ~alike.all(axis=1))]
+    x, y = a.samples[i], b.samples[j]
+    alike = (x == y) | np.isnan(x) & np.isnan(y)
+    return found + [(int(i[row]), "samples") for row in np.flatnonzero(same & ~alike.all(axis=1))]
 
 
 def bound(a: Columns, b: Columns, i: int, j: int, dtype: str) -> Distance:

@@ -15,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from xtrain.drift.record_folder import MAX_DIMS, CaseWriter, Columns, OpKey
+from xtrain.drift.record_arrays import MAX_DIMS
+from xtrain.drift.record_folder import CaseWriter, Columns, OpKey
 from xtrain.drift.values import (
     NUM_SAMPLES,
     OF_TORCH,

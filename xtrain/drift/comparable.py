@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from xtrain.drift.errors import DriftError
 from xtrain.drift.record_folder import Record
 from xtrain.drift.values import FLOATS, coarser_dtype, narrow
 
@@ -100,7 +101,13 @@ def _weights(a: Record, b: Record) -> str | None:
 def _same(x: dict[str, Any], y: dict[str, Any]) -> bool:
     """Return whether two weights hold the same numbers, those of the wider dtype rounded."""
     if x["dtype"] == y["dtype"]:
-        return x["xxh3_128"] == y["xxh3_128"]
+        same = x["xxh3_128"] == y["xxh3_128"]
+        if same and x["samples"] != y["samples"]:
+            raise DriftError(
+                f"the records contradict each other: {x['name']} has equal bits and other samples; "
+                "one of them was edited, record again"
+            )
+        return same
     if x["dtype"] not in FLOATS or y["dtype"] not in FLOATS:
         return False
     coarse = coarser_dtype(x["dtype"], y["dtype"])

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xtrain.drift.align import Unmatched, align, differences, op_distance
+from xtrain.drift.align import Unmatched, align, contradictions, differences, op_distance
 from xtrain.drift.comparable import Change, changes, why_not_comparable
+from xtrain.drift.errors import DriftError
 from xtrain.drift.flip import flip_verdict
-from xtrain.drift.record_folder import Case, OpKey, Record, Step
+from xtrain.drift.record_folder import Case, Columns, OpKey, Record, Step
 from xtrain.drift.values import Distance, absolute_difference, coarser_dtype, max_ulps, to_float64
 
 IDENTICAL, NO_FLIP, CAN_FLIP, TOKENS_DIFFER, NOT_COMPARABLE = 0, 1, 2, 3, 4
@@ -165,6 +166,8 @@ def compare(a: Record | str | os.PathLike[str], b: Record | str | os.PathLike[st
     """
     a = a if isinstance(a, Record) else Record(a)
     b = b if isinstance(b, Record) else Record(b)
+    for opened in (a, b):
+        opened.verify()
     reason, same_inputs = why_not_comparable(a, b)
     result = Comparison(a, b, reason, changes(a, b))
     if not same_inputs:
@@ -214,6 +217,8 @@ def _compare_ops(
         unmatched.update(("a", *keys_a[i][:2]) for i in aligned.only_a)
         unmatched.update(("b", *keys_b[j][:2]) for j in aligned.only_b)
         columns = a.columns(kind), b.columns(kind)
+        for i, what in contradictions(*columns, keys_a, keys_b)[:1]:
+            raise _contradiction(a, keys_a[i], what)
         rows = differences(*columns, keys_a, keys_b, same_layout=result.same_layout)
         result.num_matched += int(rows.comparable.sum())
         for row in np.flatnonzero(~rows.comparable):
@@ -223,6 +228,14 @@ def _compare_ops(
             i, j = (int(index) for index in rows.pairs[different[0]])
             found.append(_divergence(kind, a, b, i, j))
     return min(found, key=lambda item: item[0])[1] if found else None
+
+
+def _contradiction(step: Step, key: OpKey, what: str) -> DriftError:
+    return DriftError(
+        f"the records contradict each other: {key.path or 'model'}: {key.op} of prompt "
+        f"{step.case.number}, step {step.number} has equal bits and other {what}; one of them was "
+        "edited, record again"
+    )
 
 
 def _divergence(kind: str, a: Step, b: Step, i: int, j: int) -> tuple[float, Divergence]:
@@ -309,10 +322,15 @@ def _logits_divergence(a: Step, b: Step) -> Divergence:
     )
 
 
+def _equal(a: Columns, b: Columns, i: int, j: int) -> bool:
+    return bool((a.shape[i] == b.shape[j]).all() and (a.hash[i] == b.hash[j]).all())
+
+
 def _grow(result: Comparison, a: Step, b: Step) -> None:
     """Add the block outputs of a step, where the logits were taken, to the growth by layer."""
     aligned = align(a.keys("blocks"), b.keys("blocks"))
     layers = {layer.path: layer for layer in result.growth}
+    columns_a, columns_b = a.columns("blocks"), b.columns("blocks")
     for i, j in aligned.pairs.tolist():
         (bits_a, dtype_a), (bits_b, dtype_b) = a.rows(i), b.rows(j)
         layer = layers.get(a.keys("blocks")[i].path)
@@ -320,6 +338,8 @@ def _grow(result: Comparison, a: Step, b: Step) -> None:
             continue
         x, y = to_float64(bits_a, dtype_a), to_float64(bits_b, dtype_b)
         delta = absolute_difference(x, y)
+        if delta.any() and _equal(columns_a, columns_b, i, j) and dtype_a == dtype_b:
+            raise _contradiction(a, a.keys("blocks")[i], "rows")
         layer.num_compared += len(x)
         layer.num_different += int(delta.any(axis=1).sum())
         worst = float(delta.max())

@@ -6,63 +6,203 @@ passes there, and is refused here by name instead of failing somewhere in a comp
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from xtrain.drift.errors import DriftError
+from xtrain.drift.values import DTYPES, NUM_SAMPLES
 
-RUN = ("mode", "dtype", "device", "batch_size", "pad_to", "decode", "num_tokens")
-STEP = {"length": int, "ops_table": int, "blocks_table": int, "tokens": list, "margin": list}
+FORMAT = "xtrain.drift"
+VERSION = 1  # raised when an older reader could not read a newer record
+MODES = ("eager", "aot_eager", "inductor", "unobserved")
+DECODERS = ("greedy", "generate", "sample")
+NOT_FINITE = ("nan", "inf", "-inf")  # how numbers that JSON has not are written
+
+Check = Callable[[Any], bool]
+
+
+def is_text(value: Any) -> bool:
+    """Return whether a value is a string."""
+    return isinstance(value, str)
+
+
+def is_count(value: Any) -> bool:
+    """Return whether a value is a number of something; none in memory passes 2^63."""
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value is a number, or the text for one that JSON has not."""
+    return type(value) in (int, float) and abs(value) < 2**1000 or value in NOT_FINITE
+
+
+def is_id(value: Any) -> bool:
+    """Return whether a value is what a model takes as a token: any integer of 64 bits."""
+    return isinstance(value, int) and -(1 << 63) <= value < 1 << 64
+
+
+def listed(check: Check, size: int | None = None) -> Check:
+    """Return the check for a list whose every element passes one, of `size` where it is known."""
+
+    def passes(value: Any) -> bool:
+        fits = isinstance(value, list) and size in (None, len(value))
+        return fits and all(check(item) for item in value)
+
+    return passes
+
+
+def optional(check: Check) -> Check:
+    """Return the check for null or what passes one."""
+    return lambda value: value is None or check(value)
+
+
+def one_of(values: Sequence[Any]) -> Check:
+    """Return the check for some strings."""
+    return lambda value: isinstance(value, str) and value in values
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_dict(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_hash(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch("([0-9a-f]{32})+", value) is not None
+
+
+def _is_key(value: Any) -> bool:
+    return listed(is_text, 3)(value) and value[2] in DTYPES
+
+
+def _positive(value: Any) -> bool:
+    return is_count(value) and value > 0
+
+
+RECORD: dict[str, Check] = {
+    "format": one_of([FORMAT]),
+    "version": lambda value: type(value) is int and value == VERSION,
+    "environment": _is_dict,
+    "model": _is_dict,
+    "run": _is_dict,
+    "observer_effect": optional(_is_dict),
+    "prompts": lambda value: listed(_is_dict)(value) and bool(value),
+    "tables": lambda value: listed(listed(_is_key))(value) and bool(value),
+}
+MODEL: dict[str, Check] = {
+    "kind": is_text,
+    "blocks": listed(is_text),
+    "weights": listed(_is_dict),
+}
+WEIGHT: dict[str, Check] = {
+    "name": is_text,
+    "shape": listed(is_count),
+    "dtype": one_of(list(DTYPES)),
+    "xxh3_128": _is_hash,
+    "samples": listed(is_number, NUM_SAMPLES),
+}
+RUN: dict[str, Check] = {
+    "mode": one_of(MODES),
+    "dtype": is_text,
+    "device": is_text,
+    "batch_size": _positive,
+    "pad_to": optional(is_count),
+    "decode": optional(one_of(DECODERS)),
+    "num_tokens": _positive,
+    "temperature": lambda value: is_number(value) and not is_text(value),
+    "sample_seed": is_count,
+    "top_k": _positive,
+    "tensors": _is_bool,
+    "op_steps": optional(is_count),
+    "warm_up": is_count,
+}
+EFFECT: dict[str, Check] = {"differs": _is_bool, "max_abs": is_number}
+PROMPT: dict[str, Check] = {"tokens": optional(listed(is_id)), "text": optional(is_text)}
+CASE: dict[str, Check] = {"text": optional(is_text), "steps": listed(_is_dict)}
+STEP: dict[str, Check] = {
+    "length": is_count,
+    "tokens": lambda value: listed(is_id)(value) and bool(value),
+    "margin": listed(is_number),
+    "top_ids": listed(listed(is_count)),
+    "top_logits": listed(listed(is_number)),
+    "ops_table": is_count,
+    "blocks_table": is_count,
+}
 
 
 def check_record(contents: Any, path: Path) -> None:
     """Raise DriftError, naming the field, unless record.json has its form."""
-    _is(contents, dict, path, "the whole")
-    for name, kind in {"environment": dict, "model": dict, "run": dict}.items():
-        _is(contents.get(name), kind, path, name)
-    for name in ("prompts", "tables"):
-        _filled(contents.get(name), path, name)
-    for name in ("blocks", "weights"):
-        _is(contents["model"].get(name), list, path, f"model.{name}")
-    for name in RUN:
-        if name not in contents["run"]:
-            raise _wrong(path, f"run.{name}", "missing")
+    check_fields(contents, RECORD, path)
+    model, run = contents["model"], contents["run"]
+    check_fields(model, MODEL, path, "model.")
+    check_fields(run, RUN, path, "run.")
+    for number, weight in enumerate(model["weights"]):
+        check_fields(weight, WEIGHT, path, f"model.weights[{number}].")
+    names = [weight["name"] for weight in model["weights"]]
+    if len(set(names)) < len(names):
+        raise damaged(path, "model.weights has a name twice")
+    if contents["observer_effect"] is not None:
+        check_fields(contents["observer_effect"], EFFECT, path, "observer_effect.")
     for number, prompt in enumerate(contents["prompts"]):
-        if not isinstance(prompt, dict) or "tokens" not in prompt:
-            raise _wrong(path, f"prompts[{number}]", f"{str(prompt)[:40]!r}")
-    effect = contents.get("observer_effect", "missing")
-    known = isinstance(effect, dict) and {"differs", "max_abs"} <= effect.keys()
-    if effect is not None and not known:
-        raise _wrong(path, "observer_effect", f"{str(effect)[:40]!r}")
+        check_fields(prompt, PROMPT, path, f"prompts[{number}].")
+        if not _is_hash(prompt.get("xxh3_128", "0" * 32)):
+            raise wrong(path, f"prompts[{number}].xxh3_128", prompt["xxh3_128"])
+        if run["decode"] is not None and not prompt["tokens"]:
+            raise wrong(path, f"prompts[{number}].tokens", prompt["tokens"])
 
 
-def check_case(contents: Any, path: Path, num_tables: int) -> None:
-    """Raise DriftError, naming the field, unless case_NNNN.json has its form."""
-    _is(contents, dict, path, "the whole")
-    if "text" not in contents:
-        raise _wrong(path, "text", "missing")
-    for number, step in enumerate(_filled(contents.get("steps"), path, "steps")):
-        where = f"steps[{number}]"
-        _is(step, dict, path, where)
-        for name, kind in STEP.items():
-            _is(step.get(name), kind, path, f"{where}.{name}")
+def check_case(contents: Any, path: Path, record: Mapping[str, Any], number: int) -> None:
+    """Raise DriftError, naming the field, unless case_NNNN.json fits record.json."""
+    check_fields(contents, CASE, path)
+    run, steps = record["run"], contents["steps"]
+    expected = 1 if run["decode"] is None else run["num_tokens"]
+    if len(steps) != expected:
+        raise damaged(path, f"steps are {len(steps)}, not {expected}")
+    for index, step in enumerate(steps):
+        where = f"steps[{index}]."
+        check_fields(step, STEP, path, where)
         for name in ("ops_table", "blocks_table"):
-            if not 0 <= step[name] < num_tables:
-                raise _wrong(path, f"{where}.{name}", str(step[name]))
-        if not step["tokens"] or len(step["tokens"]) != len(step["margin"]):
-            raise _wrong(path, f"{where}.margin", f"{len(step['margin'])} numbers")
+            if step[name] >= len(record["tables"]):
+                raise wrong(path, where + name, step[name])
+        if run["decode"] is not None:
+            length = len(record["prompts"][number]["tokens"]) + index
+            if len(step["tokens"]) != 1 or step["length"] != length:
+                raise damaged(path, f"{where}length is not {length}, with one token chosen")
+        _check_positions(step, run["top_k"], path, where)
 
 
-def _filled(value: Any, path: Path, name: str) -> list:
-    if not isinstance(value, list) or not value:
-        raise _wrong(path, name, f"{str(value)[:40]!r}")
-    return value
+def _check_positions(step: Mapping[str, Any], top_k: int, path: Path, where: str) -> None:
+    """Every position has its margin, and as many candidates as the others."""
+    size, count = len(step["tokens"]), len((step["top_ids"] or [[]])[0])
+    if len(step["margin"]) != size:
+        raise damaged(path, f"{where}margin has {len(step['margin'])} numbers, not {size}")
+    for name in ("top_ids", "top_logits"):
+        rows = step[name]
+        if len(rows) != size or not 0 < count <= top_k or any(len(row) != count for row in rows):
+            raise damaged(path, f"{where}{name} has not {top_k} or fewer for each of {size} tokens")
 
 
-def _is(value: Any, kind: type, path: Path, name: str) -> None:
-    if not isinstance(value, kind):
-        raise _wrong(path, name, f"{str(value)[:40]!r}")
+def check_fields(value: Any, fields: Mapping[str, Check], path: Path, prefix: str = "") -> None:
+    """Raise DriftError, naming the field, unless value is an object whose fields pass."""
+    if not isinstance(value, dict):
+        raise wrong(path, prefix.rstrip(".") or "the whole", value)
+    for name, check in fields.items():
+        if name not in value:
+            raise damaged(path, f"{prefix}{name} is missing")
+        if not check(value[name]):
+            raise wrong(path, prefix + name, value[name])
 
 
-def _wrong(path: Path, name: str, what: str) -> DriftError:
-    return DriftError(f"{path} is damaged: {name} is {what}; record again")
+def wrong(path: Path, name: str, value: Any) -> DriftError:
+    """Return the error for a field that cannot have its value."""
+    shown = repr(value)
+    return damaged(path, f"{name} is {shown if len(shown) <= 40 else f'{shown[:37]}...'}")
+
+
+def damaged(path: Path, what: str) -> DriftError:
+    """Return the error for a file of a record."""
+    return DriftError(f"{path} is damaged: {what}; record again")

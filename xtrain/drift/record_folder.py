@@ -12,8 +12,8 @@ docs/drift.md describes every field.
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import shutil
 import tempfile
 import weakref
@@ -26,14 +26,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from xtrain.drift import strict_json
 from xtrain.drift.errors import DriftError
-from xtrain.drift.record_fields import check_case, check_record
+from xtrain.drift.record_arrays import COLUMNS, check_arrays, check_contents
+from xtrain.drift.record_fields import FORMAT, VERSION, check_case, check_record, damaged
 from xtrain.drift.storage import TensorFile, TensorWriter, file_hash, write_json
 from xtrain.drift.values import to_float64
 
-FORMAT = "xtrain.drift"
-VERSION = 1  # raised when an older reader could not read a newer record
-MAX_DIMS = 8
+# what a file of a record is called; others in its folder are none of it
+OURS = re.compile(r"record\.json|case_\d+\.(json|safetensors)|values_\d+\.safetensors")
 
 
 class OpKey(NamedTuple):
@@ -132,7 +133,7 @@ class CaseWriter:
         prefix = f"step_{len(self.steps):04d}"
         for kind, (keys, values) in columns.items():
             step[f"{kind}_table"] = self.writer.table(keys)
-            for name, dtype in _COLUMN_DTYPES.items():
+            for name, (dtype, _) in COLUMNS.items():
                 self.arrays.add(f"{prefix}/{kind}/{name}", getattr(values, name), dtype)
         self.arrays.add(f"{prefix}/logits", *logits)
         self.steps.append(step)
@@ -146,16 +147,6 @@ class CaseWriter:
         write_json(self.writer.temp / f"{self.name}.json", contents)
 
 
-_COLUMN_DTYPES = {
-    "hash": "U8",
-    "whole": "U8",
-    "shape": "I64",
-    "whole_shape": "I64",
-    "statistics": "F64",
-    "samples": "F64",
-}
-
-
 @dataclass(frozen=True, eq=False)
 class Step:
     """One forward of one prompt, read lazily."""
@@ -164,6 +155,11 @@ class Step:
     case: Case
     number: int
     info: dict[str, Any]
+
+    @property
+    def prefix(self) -> str:
+        """What the names of its arrays start with."""
+        return f"step_{self.number:04d}"
 
     @property
     def tokens(self) -> list[int]:
@@ -176,12 +172,12 @@ class Step:
 
     def columns(self, kind: str = "ops") -> Columns:
         """Return what is known of them, row by row."""
-        prefix = f"step_{self.number:04d}/{kind}"
-        return Columns(**{name: self.case.arrays[f"{prefix}/{name}"] for name in _COLUMN_DTYPES})
+        arrays = self.case.arrays
+        return Columns(**{name: arrays[f"{self.prefix}/{kind}/{name}"] for name in COLUMNS})
 
     def logits(self) -> tuple[NDArray, str]:
         """Return (bits [positions, V], dtype)."""
-        name = f"step_{self.number:04d}/logits"
+        name = f"{self.prefix}/logits"
         return self.case.arrays[name], self.case.arrays.dtype(name)
 
     def logits_float64(self) -> NDArray[np.float64]:
@@ -190,12 +186,12 @@ class Step:
 
     def rows(self, block: int) -> tuple[NDArray, str]:
         """Return (bits [positions, D], dtype) of a block's output where the logits were taken."""
-        name = f"step_{self.number:04d}/rows/{block:04d}"
+        name = f"{self.prefix}/rows/{block:04d}"
         return self.case.arrays[name], self.case.arrays.dtype(name)
 
     def value(self, index: int) -> tuple[NDArray, str] | None:
         """Return (bits, dtype) of an op's whole result, None without --tensors."""
-        name = f"step_{self.number:04d}/{index:05d}"
+        name = f"{self.prefix}/{index:05d}"
         values = self.case.values
         return (values[name], values.dtype(name)) if values is not None and name in values else None
 
@@ -210,8 +206,8 @@ class Case:
     @cached_property
     def _contents(self) -> dict[str, Any]:
         path = self.record.path / f"case_{self.number:04d}.json"
-        contents = _read_json(path)
-        check_case(contents, path, len(self.record.tables))
+        contents = strict_json.load(path)
+        check_case(contents, path, self.record.contents, self.number)
         return contents
 
     @property
@@ -250,17 +246,31 @@ class Record:
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
-        self.files = _check(self.path)
-        self.contents = _read_json(self.path / "record.json")
-        check_record(self.contents, self.path / "record.json")
         try:
-            self.environment: dict[str, Any] = self.contents["environment"]
-            self.model: dict[str, Any] = self.contents["model"]
-            self.run: dict[str, Any] = self.contents["run"]
-            self.tables = [tuple(OpKey(*key) for key in table) for table in self.contents["tables"]]
-            self.cases = [Case(self, i) for i in range(len(self.contents["prompts"]))]
-        except (KeyError, TypeError) as error:
-            raise DriftError(f"{self.path}/record.json lacks a field ({error})") from None
+            self.files = _check(self.path)
+        except OSError as error:
+            raise DriftError(f"cannot read {error.filename or path}: {error.strerror}") from None
+        self.contents = strict_json.load(self.path / "record.json")
+        check_record(self.contents, self.path / "record.json")
+        self.environment: dict[str, Any] = self.contents["environment"]
+        self.model: dict[str, Any] = self.contents["model"]
+        self.run: dict[str, Any] = self.contents["run"]
+        self.tables = [tuple(OpKey(*key) for key in table) for table in self.contents["tables"]]
+        self.cases = [Case(self, i) for i in range(len(self.contents["prompts"]))]
+        self._verified = False
+        _check_names(self)
+        for case in self.cases:
+            check_arrays(case)
+
+    def verify(self) -> None:
+        """Compare, once, what the record says twice: all of its numbers are read.
+
+        Raises: DriftError naming the first place that contradicts another.
+        """
+        if not self._verified:
+            for case in self.cases:
+                check_contents(case)
+            self._verified = True
 
     def __repr__(self) -> str:
         return f"Record({str(self.path)!r}, {len(self.cases)} prompts)"
@@ -288,38 +298,45 @@ def _check(path: Path) -> dict[str, Any]:
         raise DriftError(f"there is no record {path}; `xtrain.drift record --out` makes one")
     if not (path / "manifest.json").is_file():
         raise DriftError(f"{path} is no complete record: manifest.json is missing")
-    manifest = _read_json(path / "manifest.json")
+    manifest = strict_json.load(path / "manifest.json")
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise DriftError(f"{path} is no record: manifest.json is not of format {FORMAT}")
     if manifest.get("version") != VERSION:
         raise DriftError(
-            f"{path} has schema version {manifest.get('version')!r}, this xtrain reads {VERSION}; "
-            "record again, or compare with the xtrain that wrote it"
+            f"{path} has schema version {repr(manifest.get('version'))[:40]}, this xtrain reads "
+            f"{VERSION}; record again, or compare with the xtrain that wrote it"
         )
     files = manifest.get("files")
     try:
         for name, expected in files.items():  # type: ignore[union-attr]
-            file = path / name
-            if not file.is_file():
-                raise DriftError(f"{path} is damaged: {name} is missing; record again")
-            size = file.stat().st_size
-            if size != expected["bytes"]:
-                raise DriftError(f"{file} has {size} bytes, not {expected['bytes']}; record again")
-            if file_hash(file) != expected["xxh3_128"]:
-                raise DriftError(f"{file} was changed after it was written; record again")
-        if "record.json" not in files:  # type: ignore[operator]
-            raise DriftError(f"{path} is damaged: record.json is missing; record again")
+            if OURS.fullmatch(name) is None:
+                raise damaged(path / "manifest.json", f"no record has a file {name[:40]!r}")
+            _check_file(path, name, expected["bytes"], expected["xxh3_128"])
     except (AttributeError, KeyError, TypeError) as error:
-        raise DriftError(f"{path}/manifest.json is damaged ({error}); record again") from None
-    except OSError as error:
-        raise DriftError(f"cannot read {error.filename or path}: {error.strerror}") from None
+        raise damaged(path / "manifest.json", str(error)) from None
     return files  # type: ignore[return-value]
 
 
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DriftError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise DriftError(f"{path} is damaged: {error}; record again") from None
+def _check_file(path: Path, name: str, size: Any, digest: Any) -> None:
+    file = path / name
+    if not file.is_file():
+        raise DriftError(f"{path} is damaged: {name} is missing; record again")
+    found = file.stat().st_size
+    if found != size:
+        raise DriftError(f"{file} has {found} bytes, not {str(size)[:40]}; record again")
+    if file_hash(file) != digest:
+        raise DriftError(f"{file} was changed after it was written; record again")
+
+
+def _check_names(record: Record) -> None:
+    """Raise DriftError unless the record's files are those that its prompts need, no other."""
+    needed = {"record.json"}
+    for number in range(len(record.cases)):
+        needed |= {f"case_{number:04d}.json", f"case_{number:04d}.safetensors"}
+        if record.run["tensors"]:
+            needed.add(f"values_{number:04d}.safetensors")
+    if missing := needed - record.files.keys():
+        raise damaged(record.path, f"{min(missing)} is not in manifest.json")
+    there = {path.name for path in record.path.iterdir() if OURS.fullmatch(path.name)}
+    if extra := there - needed:
+        raise damaged(record.path, f"record.json needs no {min(extra)}")

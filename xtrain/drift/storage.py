@@ -7,6 +7,7 @@ to a file beside it and are copied behind the header at the end. Memory stays th
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -18,6 +19,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from xtrain.drift import strict_json
 from xtrain.drift.errors import DriftError
 from xtrain.drift.values import DTYPES
 
@@ -97,17 +99,16 @@ class TensorFile(Mapping[str, NDArray]):
             length = int.from_bytes(file.read(8), "little")
             if length > min(size - 8, MAX_HEADER):
                 raise ValueError("its header ends beyond it")
-            header = json.loads(file.read(length))
+            header = strict_json.parse(file.read(length))
         header.pop("__metadata__", None)
-        entries = {}
-        for name, entry in header.items():
-            start, end = entry["data_offsets"]
-            found = Entry(entry["dtype"], tuple(entry["shape"]), start, end)
-            item_size = np.dtype(DTYPES[found.dtype][0]).itemsize
-            expected = int(np.prod(found.shape, dtype=object)) * item_size
-            if not 0 <= start <= end <= size - 8 - length or end - start != expected:
-                raise ValueError(f"tensor {name} does not fit into it")
-            entries[name] = found
+        entries = {name: _entry(name, entry) for name, entry in header.items()}
+        end = 0
+        for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
+            if entry.start != end:
+                raise ValueError(f"tensor {name[:40]} does not follow the one before")
+            end = entry.end
+        if end != size - 8 - length:
+            raise ValueError(f"its tensors have {end} bytes of {size - 8 - length}")
         return entries, 8 + length
 
     def __getitem__(self, name: str) -> NDArray:
@@ -120,6 +121,19 @@ class TensorFile(Mapping[str, NDArray]):
 
     def __len__(self) -> int:
         return len(self.entries)
+
+
+def _entry(name: str, entry: Any) -> Entry:
+    """Return what the header says of a tensor. Raises: ValueError, KeyError or TypeError."""
+    start, end = entry["data_offsets"]
+    shape = entry["shape"]
+    if not all(type(n) is int and 0 <= n < 1 << 63 for n in (*shape, start, end)):
+        raise ValueError(f"tensor {name[:40]} has a size that is none")
+    found = Entry(entry["dtype"], tuple(shape), start, end)
+    expected = math.prod(shape) * np.dtype(DTYPES[found.dtype][0]).itemsize
+    if end - start != expected:
+        raise ValueError(f"tensor {name[:40]} has {end - start} bytes, not {expected}")
+    return found
 
 
 def file_hash(path: Path) -> str:

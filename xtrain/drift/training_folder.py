@@ -90,8 +90,11 @@ def checksum(contents: dict[str, Any]) -> str:
 def find(path: str | os.PathLike[str]) -> Path | None:
     """Return the folder of fingerprints that a run's folder, or itself, is; None if neither."""
     for folder in (Path(path), Path(path) / "drift"):
-        if (rank_folder(folder, 0) / "start.json").is_file():
-            return folder
+        try:
+            if (rank_folder(folder, 0) / "start.json").is_file():
+                return folder
+        except OSError:  # a name that is too long, a folder that may not be read
+            return None
     return None
 
 

@@ -1,0 +1,279 @@
+"""Damaged and forged records: one line and exit code 4 or 5, whatever was done to them."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+
+import pytest
+from drift_models import Rowwise, prompts, subject, tokens
+from forge import damage, edited, redo_manifest, tensors_of, write_tensors
+
+from xtrain.drift import compare, record
+from xtrain.drift.command import main
+from xtrain.drift.recording import Settings, record_prompts
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """Two prompts of two lengths with three tokens each, tensors kept; and one forward."""
+    folder = tmp_path_factory.mktemp("forged")
+    settings = Settings(num_tokens=3, tensors=True)
+    record_prompts(subject(Rowwise()), prompts([1, 2, 3], [4]), settings, out=folder / "decoded")
+    record(Rowwise(), tokens(batch=2), out=folder / "forward")
+    return folder
+
+
+def verdict(capfd, a, b, *flags):
+    """Return the exit code of compare and what it said on stderr."""
+    code = main(["compare", str(a), str(b), *map(str, flags)])
+    return code, capfd.readouterr().err
+
+
+def refused(capfd, a, b):
+    """Both ways round: exit code 5 and one line, which is returned."""
+    for pair in ((a, b), (b, a)):
+        code, said = verdict(capfd, *pair)
+        assert code == 5, (code, said)
+        assert said.count("\n") == 1 and said.startswith("error: ")
+    return said
+
+
+def remove(*where):
+    def edit(values):
+        for key in where[:-1]:
+            values = values[key]
+        del values[where[-1]]
+
+    return edit
+
+
+def put(value, *where):
+    def edit(values):
+        for key in where[:-1]:
+            values = values[key]
+        values[where[-1]] = value
+
+    return edit
+
+
+def swap(one, other, *where):
+    def edit(values):
+        for key in where:
+            values = values[key]
+        values[one], values[other] = values[other], values[one]
+
+    return edit
+
+
+FORGED = [
+    ("case_0000.json", remove("steps", 2), "steps are 2, not 3"),
+    ("case_0001.json", remove("steps", 0), "steps are 2, not 3"),
+    ("case_0000.json", swap(0, 1, "steps"), "length"),
+    ("case_0000.json", put([], "steps"), "steps are 0"),
+    ("record.json", remove("prompts", 1), "case_0001"),
+    ("record.json", lambda v: v["prompts"].append(v["prompts"][0]), "case_0002"),
+    ("record.json", swap(0, 1, "prompts"), "length"),
+    ("record.json", remove("tables", 0, 3), "tensor step_0000/ops/hash"),
+    ("record.json", swap(0, 1, "tables"), "tensor"),
+    ("record.json", put("I64", "tables", 0, 0, 2), "tensor step_0000/00000"),
+    ("record.json", put(2, "run", "num_tokens"), "steps are 3, not 2"),
+    ("record.json", put(10**30, "run", "num_tokens"), "run.num_tokens is 1000"),
+    ("record.json", put(-1, "run", "batch_size"), "run.batch_size is -1"),
+    ("record.json", put("beam", "run", "decode"), "run.decode is 'beam'"),
+    ("record.json", put(None, "run", "decode"), "steps are 3, not 1"),
+    ("record.json", put(False, "run", "tensors"), "values_0000.safetensors"),
+    ("record.json", put({"differs": True}, "observer_effect"), "observer_effect.max_abs"),
+    ("record.json", put("x", "model", "weights", 0, "samples"), "model.weights[0].samples"),
+    ("record.json", put(-3, "model", "weights", 0, "shape", 0), "model.weights[0].shape"),
+    ("record.json", put("F99", "model", "weights", 0, "dtype"), "model.weights[0].dtype"),
+    ("record.json", lambda v: v["model"]["weights"].append(v["model"]["weights"][0]), "twice"),
+    # what compare does not look at, but which is in the record twice
+    ("case_0000.json", put(9.0, "steps", 0, "margin", 0), "steps[0].margin"),
+    ("case_0001.json", put(9.0, "steps", 1, "top_logits", 0, 2), "steps[1].top_logits"),
+    ("case_0000.json", put(99, "steps", 0, "top_ids", 0, 0), "steps[0].top_ids"),
+    ("case_0000.json", swap(0, 1, "steps", 0, "top_ids", 0), "steps[0].top_logits"),
+    ("case_0000.json", put(0, "steps", 2, "length"), "steps[2].length"),
+]
+
+
+@pytest.mark.parametrize(("name", "edit", "message"), FORGED, ids=range(len(FORGED)))
+def test_a_forged_record_is_one_line(base, tmp_path, capfd, name, edit, message):
+    forged = edited(base / "decoded", tmp_path / "b", name, edit)
+    assert message in refused(capfd, base / "decoded", forged)
+
+
+def test_a_token_that_the_logits_do_not_choose(base, tmp_path, capfd):
+    def edit(values):
+        step = values["steps"][1]
+        step["tokens"] = [(step["tokens"][0] + 1) % 16]
+
+    forged = edited(base / "decoded", tmp_path / "b", "case_0000.json", edit)
+    assert "steps[1].tokens are not the largest" in refused(capfd, base / "decoded", forged)
+
+
+@pytest.mark.parametrize("how", ["remove", "rename", "copy", "dtype", "shape", "overlap"])
+@pytest.mark.parametrize("name", ["case_0000.safetensors", "values_0001.safetensors"])
+def test_forged_tensors_are_one_line(base, tmp_path, capfd, name, how):
+    forged = tmp_path / "b"
+    shutil.copytree(base / "decoded", forged)
+    header, data = tensors_of(forged / name)
+    # the last one: without it the others still fill the file
+    key = max(header, key=lambda k: header[k]["data_offsets"][1])
+    entry = header[key]
+    if how == "remove":
+        data = data[: header.pop(key)["data_offsets"][0]]
+    elif how == "rename":
+        header["step_0009/logits"] = header.pop(key)
+    elif how == "copy":
+        size = entry["data_offsets"][1] - entry["data_offsets"][0]
+        header["more"] = {**entry, "data_offsets": [len(data), len(data) + size]}
+        data += data[-size:]
+    elif how == "dtype":
+        entry["dtype"] = "I32"
+    elif how == "shape":
+        entry["shape"] = [1, *entry["shape"]]
+    elif how == "overlap":
+        first = min(header, key=lambda k: header[k]["data_offsets"])
+        entry["data_offsets"] = header[first]["data_offsets"]
+        entry["shape"], entry["dtype"] = header[first]["shape"], header[first]["dtype"]
+    write_tensors(forged / name, header, data)
+    redo_manifest(forged)
+    assert name.split(".")[0] in refused(capfd, base / "decoded", forged)
+
+
+def test_a_number_that_was_edited_is_never_identical(base, tmp_path, capfd):
+    """Of a whole tensor the hash tells; a logit that nothing else repeats is a difference."""
+    for name, expected in (("values_0001.safetensors", 5), ("case_0001.safetensors", 1)):
+        forged = tmp_path / name
+        shutil.copytree(base / "decoded", forged)
+        header, data = tensors_of(forged / name)
+        write_tensors(forged / name, header, data[:-1] + bytes([data[-1] ^ 1]))
+        redo_manifest(forged)
+        code, said = verdict(capfd, base / "decoded", forged)
+        assert code == expected and ("has not the hash" in said) == (code == 5)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"a": NaN}',
+        '{"text": Infinity}',
+        '{"text": null, "text": null}',
+        "[" * 100_000,
+        '{"text": 1e999}',
+        '{"text": ' + "9" * 5000 + "}",
+        "",
+        "\ufeff{}",
+    ],
+    ids=range(8),
+)
+@pytest.mark.parametrize("name", ["case_0000.json", "record.json", "manifest.json"])
+def test_what_is_no_json_is_one_line(base, tmp_path, capfd, name, text):
+    forged = tmp_path / "b"
+    shutil.copytree(base / "decoded", forged)
+    (forged / name).write_text(text)
+    if name != "manifest.json":
+        redo_manifest(forged)
+    assert f"{name} is damaged" in refused(capfd, base / "decoded", forged)
+
+
+def test_statistics_of_equal_bits_are_equal(base, tmp_path, capfd):
+    """One number of the statistics edited: the hash is as it was, and so compare looked away."""
+    forged = tmp_path / "b"
+    shutil.copytree(base / "forward", forged)
+    header, data = tensors_of(forged / "case_0001.safetensors")
+    for part in ("statistics", "samples"):
+        start = header[f"step_0000/ops/{part}"]["data_offsets"][0]
+        write_tensors(
+            forged / "case_0001.safetensors", header, data[:start] + bytes(8) + data[start + 8 :]
+        )
+        redo_manifest(forged)
+        said = refused(capfd, base / "forward", forged)
+        assert "embedding: aten.embedding" in said and part in said
+
+
+def test_rows_of_an_equal_block_are_equal(base, tmp_path, capfd):
+    forged = tmp_path / "b"
+    shutil.copytree(base / "forward", forged)
+    header, data = tensors_of(forged / "case_0000.safetensors")
+    start = header["step_0000/rows/0001"]["data_offsets"][0]
+    write_tensors(
+        forged / "case_0000.safetensors", header, data[:start] + bytes(4) + data[start + 4 :]
+    )
+    redo_manifest(forged)
+    assert "layers.1: output" in refused(capfd, base / "forward", forged)
+
+
+def test_files_beside_a_record_are_none_of_it(base, tmp_path, capfd):
+    """A folder in version control gathers such things; a file named as one of ours is refused."""
+    copied = tmp_path / "b"
+    shutil.copytree(base / "decoded", copied)
+    (copied / ".gitattributes").write_text("* -text\n")
+    (copied / "notes").mkdir()
+    assert verdict(capfd, base / "decoded", copied) == (0, "")
+    (copied / "case_0002.json").write_text("{}")
+    assert "case_0002.json" in refused(capfd, base / "decoded", copied)
+
+
+def test_a_file_that_is_no_file(base, tmp_path, capfd):
+    for name in ("case_0001.json", "manifest.json", "case_0000.safetensors"):
+        for make in ("folder", "dangling", "loop"):
+            copied = tmp_path / make / name
+            shutil.copytree(base / "decoded", copied)
+            (copied / name).unlink()
+            if make == "folder":
+                (copied / name).mkdir()
+            else:
+                (copied / name).symlink_to(name if make == "loop" else "nowhere")
+            assert name in refused(capfd, base / "decoded", copied)
+
+
+def test_links_to_the_files_and_the_folder_are_followed(base, tmp_path, capfd):
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    for path in (base / "decoded").iterdir():
+        (linked / path.name).symlink_to(path)
+    (tmp_path / "folder").symlink_to(base / "decoded")
+    for path in (linked, tmp_path / "folder"):
+        assert verdict(capfd, base / "decoded", path) == (0, "")
+
+
+@pytest.mark.parametrize("name", ["../outside.json", "/etc/hostname", "", ".", "a/b"])
+def test_a_manifest_names_files_of_its_own_folder_alone(base, tmp_path, capfd, name):
+    copied = tmp_path / "b"
+    shutil.copytree(base / "decoded", copied)
+    manifest = json.loads((copied / "manifest.json").read_text())
+    manifest["files"][name] = manifest["files"]["record.json"]
+    (copied / "manifest.json").write_text(json.dumps(manifest))
+    (tmp_path / "outside.json").write_bytes((copied / "record.json").read_bytes())
+    assert "manifest.json" in refused(capfd, base / "decoded", copied)
+
+
+@pytest.mark.parametrize("path", ["x" * 5000, "a\x00b", "/dev/null", "/proc/self/mem"])
+def test_paths_that_are_none(base, capfd, path):
+    refused(capfd, base / "decoded", path)
+
+
+@pytest.mark.parametrize("kind", ["decoded", "forward"])
+@pytest.mark.parametrize("seed", range(4))
+def test_no_damage_ends_in_an_internal_error(base, tmp_path, capfd, kind, seed):
+    """A verdict or one line for everything; the seed makes a failure repeatable."""
+    rng = random.Random(f"{kind} {seed}")
+    for turn in range(80):
+        forged = tmp_path / "b"
+        shutil.rmtree(forged, ignore_errors=True)
+        shutil.copytree(base / kind, forged)
+        name = damage(forged, rng)
+        pair = (base / kind, forged) if rng.random() < 0.5 else (forged, base / kind)
+        flags = ["--json", tmp_path / "x.json", "--html", tmp_path / "x.html"]
+        code, said = verdict(capfd, *pair, *flags)
+        note = (kind, seed, turn, name, code, said)
+        assert 0 <= code <= 5, note
+        assert said.count("\n") == (code == 5) and "Traceback" not in said, note
+
+
+def test_the_honest_records_are_identical_to_themselves(base):
+    for kind in ("decoded", "forward"):
+        assert compare(base / kind, base / kind).exit_code == 0
