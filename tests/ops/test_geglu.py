@@ -268,7 +268,7 @@ def test_errors(compiled):
 
 
 def test_supports_says_why_not():
-    """float8 has no arithmetic; on GPUs inductor keeps the packed op alone as a call."""
+    """float8 has no arithmetic; on GPUs inductor keeps the packed op, and erf, as a call."""
     half, eighth = torch.ones(2, 4, dtype=torch.bfloat16), torch.ones(2, 4).to(torch.float8_e4m3fn)
     apart, packed = OPS["geglu"], OPS["geglu_packed"]
     assert apart.supports(half, half, approximate="tanh") is None
@@ -280,3 +280,4 @@ def test_supports_says_why_not():
         half = torch.empty(2, 4, dtype=torch.bfloat16, device="cuda")
         assert packed.prefers_kernel(half, order="up_gate", approximate="tanh")
         assert not apart.prefers_kernel(half, half, approximate="tanh")
+        assert apart.prefers_kernel(half, half, approximate="none")

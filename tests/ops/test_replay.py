@@ -273,7 +273,12 @@ def test_inductors_code_makes_the_call(op, call, monkeypatch):
     from torch._inductor.utils import fresh_cache, run_and_get_code
 
     monkeypatch.setitem(replay.CALLS, "test_replayed", call)
-    torch_compat.call_in_inductors_code(op, replay.__name__, "CALLS['test_replayed']")
+    torch_compat.call_in_inductors_code(
+        op,
+        replay.__name__,
+        "CALLS['test_replayed']",
+        lambda text: f"SITES['test_replayed', {text!r}]",
+    )
     monkeypatch.setattr(torch_compat.lowering, "any_on_cuda", lambda values: True)
 
     def function(y, a, b):
@@ -284,7 +289,7 @@ def test_inductors_code_makes_the_call(op, call, monkeypatch):
     with fresh_cache():
         compiled = torch.compile(function, fullgraph=True)
         _, code = run_and_get_code(compiled, y, *xs)
-        assert "xtrain.ops.replay.CALLS['test_replayed'](" in code[0]
+        assert "xtrain.ops.replay.SITES['test_replayed', 'torch.float32[4, 6][6, 1]cpu " in code[0]
         assert "torch.ops.xtrain.test_replayed.default(" not in code[0]
         del calls[:]
         found = compiled(y, *xs)
@@ -293,10 +298,38 @@ def test_inductors_code_makes_the_call(op, call, monkeypatch):
             torch.testing.assert_close(a, b)
         torch._dynamo.reset()
         dynamic = torch.compile(function, fullgraph=True, dynamic=True)
+        _, code = run_and_get_code(dynamic, y, *xs)
+        assert "xtrain.ops.replay.CALLS['test_replayed'](" in code[0]
         for shape in ((4, 6), (8, 2), (3, 10)):
             y, xs = inputs(shape)
             for a, b in zip(dynamic(y, *xs), function(y, *xs), strict=True):
                 torch.testing.assert_close(a, b)
+
+
+def test_calls_of_one_place_are_told_by_their_addresses(op, call, monkeypatch):
+    """One plan while alignment and switches stay; others are Replayed's business."""
+    switch = [0]
+    call.state = lambda: switch[0]
+    monkeypatch.setitem(replay.CALLS, "test_replayed", call)
+    site = replay._Sites()["test_replayed", "as it stands"]
+
+    def check_unseen(*args) -> None:
+        with monkeypatch.context() as patch:  # the key is not built
+            patch.setattr(call, "call", None)
+            check(site, *args, 3.0)
+
+    for offset in (0, 1, 2, 0, 1):  # in elements: 0, 4 and 8 bytes
+        check(site, *inputs(offset=offset), 3.0)
+        check(site, *inputs(offset=offset), 3.0)
+        check_unseen(*inputs(offset=offset))
+    y, xs = inputs(offset=1)
+    check_unseen(y, [y, y])
+    assert len(calls) == 3
+    switch[0] = 1
+    for _ in range(2):
+        check(site, *inputs(offset=1), 3.0)
+    check_unseen(*inputs(offset=1))
+    assert len(calls) == 4
 
 
 @pytest.mark.parametrize("name", sorted(replay.CALLS))
@@ -402,3 +435,16 @@ def test_replays_equal_the_op_on_a_gpu(name, layout, dtype):
         assert num_replays > 0
     elif layout == "contiguous":
         assert num_replays >= sum(args[0].numel() > 0 for _, args in calls)
+
+
+@pytest.mark.gpu
+def test_kernels_start_by_inductors_launcher_on_a_gpu():
+    """The way around it, for versions of torch that have no such launcher, is four times slower."""
+    launches = []
+    x = torch.randn(8, 64, device="cuda")
+    with import_module(launch.__module__).noting(launches.append):
+        OPS["rms_norm"].public(x, torch.ones(64, device="cuda"))
+    assert launches
+    for _, compiled, grid, args, _ in launches:
+        start, kept = torch_compat.kernel_starter(compiled, (*grid, 1, 1)[:3])
+        assert kept is not None and 0 < len(kept) and kept[0] == 0 and len(args) >= 3

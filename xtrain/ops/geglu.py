@@ -79,7 +79,7 @@ def geglu(gate: Tensor, up: Tensor, *, approximate: str = "none") -> Tensor:
               unknown.
     Source:   Shazeer 2020 (GLU Variants Improve Transformer); Hendrycks, Gimpel 2016 (GELU).
     """
-    opaque = registry.opaque(gated.prefers_kernel, gate, up)
+    opaque = registry.opaque(prefers_kernel, gate, up, approximate=approximate)
     return FORWARD(gate, up, approximate, opaque)
 
 
@@ -99,6 +99,15 @@ def geglu_packed(gate_up: Tensor, *, order: str = "gate_up", approximate: str = 
     return FORWARD_PACKED(gate_up, order, approximate, opaque)
 
 
+def prefers_kernel(gate: Tensor, up: Tensor, *, approximate: str = "none") -> bool:
+    """Return whether, under inductor, the kernel is the faster form: on GPUs, where erf is asked.
+
+    By erf it takes 0.96 to 0.97 of the time that inductor's code does, by tanh 1.01 to 1.02.
+    """
+    takes = gate.dtype in gated.KERNEL_DTYPES and up.dtype in gated.KERNEL_DTYPES
+    return approximate == "none" and gate.device.type == "cuda" and takes
+
+
 OP = registry.Op(
     name="geglu",
     public=geglu,
@@ -108,7 +117,7 @@ OP = registry.Op(
     decomposition=GEGLU.decomposition,
     backward_decomposition=GEGLU.backward_decomposition,
     supports=gated.supports,
-    prefers_kernel=gated.prefers_kernel,
+    prefers_kernel=prefers_kernel,
 )
 OP_PACKED = registry.Op(
     name="geglu_packed",

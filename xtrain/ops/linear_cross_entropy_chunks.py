@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 
 import torch
@@ -30,6 +31,9 @@ from xtrain.ops.cross_entropy_decomposition import (
 
 # On the CPU: 32 MiB of fp32 logits, enough rows for a product to be worth reading the weight.
 CPU_CHUNK_ELEMENTS = 1 << 23
+# On a GPU, of logits beside a narrow sum: with all that is returned 0.75 GiB at V 128256, D 2048.
+LEAN_BYTES = 203 << 20
+UNIT = 256  # tokens: the height of two tiles of a product
 
 
 @dataclass(frozen=True)
@@ -46,22 +50,56 @@ class Options:
 class Gradients:
     """Where the gradients of all tokens are collected; None where one is not wanted."""
 
-    hidden: Tensor | None  # [n, D]
+    hidden: HiddenGradient | None
     weight: Tensor | None  # [V, D], perhaps in a wider dtype than the weight
     empty: bool = True  # weight holds nothing yet
 
 
-def chunk_rows(V: int, D: int, itemsize: int, device_type: str, *, wide: bool) -> int:
+class HiddenGradient:
+    """The gradient of hidden [n, D], chunk by chunk.
+
+    grows: memory is taken as chunks come, and leaves logits the room of those still to come; in the
+           end, when the logits are gone, they are copied together.
+    """
+
+    def __init__(self, hidden: Tensor, dtype: torch.dtype, *, grows: bool):
+        self.shape = (hidden.shape[:-1].numel(), hidden.shape[-1])
+        self.grows = grows
+        self._new = partial(hidden.new_empty, dtype=dtype)
+        self._whole = None if grows else self._new(self.shape)
+        self._parts: list[tuple[slice, Tensor]] = []
+
+    def part(self, tokens: slice) -> Tensor:
+        """Return where the gradient of these tokens is to be written."""
+        if self._whole is not None:
+            return self._whole[tokens]
+        self._parts.append((tokens, self._new((tokens.stop - tokens.start, self.shape[1]))))
+        return self._parts[-1][1]
+
+    def whole(self) -> Tensor:
+        """Return the gradient of all tokens, to be asked for once."""
+        if self._whole is None and len(self._parts) == 1:
+            return self._parts[0][1]
+        whole = self._new(self.shape) if self._whole is None else self._whole
+        for tokens, part in self._parts:
+            whole[tokens] = part
+        return whole
+
+
+def chunk_rows(
+    V: int, D: int, itemsize: int, device_type: str, *, wide: bool, bytes_to_come: int = 0
+) -> int:
     """Return how many tokens' logits are held at a time, at most.
 
     Few and large chunks, since each reads and writes the whole sum of the weight's gradient. On a
-    GPU, in multiples of 256, the height of two tiles of a product, what memory allows is this:
+    GPU, in multiples of UNIT, what memory allows is this:
 
     wide: the sum is fp32 and rounded at the end. D rows of logits are as large as the rounded sum,
           which takes their place when they are gone: they cost nothing at the peak. A quarter more
           is added while that is at most 64 MiB.
     else: the logits come on top of all that is returned: three quarters of D rows, and at most
-          200 MiB.
+          203 MiB. Of what is returned, bytes_to_come are not taken yet, the rows' own among them:
+          the logits may fill these too, with up to D rows.
 
     D counts as 2048 at least: fewer rows would not fill a GPU.
     """
@@ -71,21 +109,33 @@ def chunk_rows(V: int, D: int, itemsize: int, device_type: str, *, wide: bool) -
     if wide:
         rows = D + min(D // 4, (64 << 20) // row_bytes)
     else:
-        rows = min(D * 3 // 4, (200 << 20) // row_bytes)
-    return max(rows // 256 * 256, 256)
+        room = min(D * 3 // 4 * row_bytes, LEAN_BYTES) + bytes_to_come
+        rows = min(D, room // (row_bytes + (D * itemsize if bytes_to_come else 0)))
+    return max(rows // UNIT * UNIT, UNIT)
 
 
-def token_chunks(n: int, most: int, unit: int) -> list[slice]:
-    """Cut n tokens into the fewest chunks of at most `most`, about equal, in multiples of unit.
+def token_chunks(n: int, rows_at: Callable[[int], int], unit: int) -> list[slice]:
+    """Cut n tokens into the fewest chunks, about equal, in multiples of unit.
 
-    A small last chunk would cost as much memory traffic for the weight's gradient as a large one.
+    A small chunk costs as much memory traffic for the weight's gradient as a large one.
+
+    Args:     rows_at: the most that a chunk from a token on may hold; falls from token to token.
     """
-    if n == 0:
-        return []
-    count = -(-n // most)
-    units = -(-n // unit)
-    ends = [min(n, units * (i + 1) // count * unit) for i in range(count)]
-    return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+    count = len(_cut(n, rows_at, n))
+    even = -(-n // max(count, 1))
+    even = -(-even // unit) * unit
+    while len(parts := _cut(n, rows_at, even)) > count:
+        even += unit
+    return parts
+
+
+def _cut(n: int, rows_at: Callable[[int], int], most: int) -> list[slice]:
+    parts: list[slice] = []
+    start = 0
+    while start < n:
+        parts.append(slice(start, min(n, start + min(most, rows_at(start)))))
+        start = parts[-1].stop
+    return parts
 
 
 def held_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -149,9 +199,9 @@ def new_gradients(
     of_hidden, of_weight = needs_grad
     held = held_dtype(hidden.dtype)
     wide = compute_dtype(hidden.dtype) if accumulate_wide else held
-    shape = (hidden.shape[:-1].numel(), hidden.shape[-1])
+    grows = not accumulate_wide and weight.device.type == "cuda"
     return Gradients(
-        hidden.new_empty(shape, dtype=held) if of_hidden else None,
+        HiddenGradient(hidden, held, grows=grows) if of_hidden else None,
         weight.new_empty(weight.shape, dtype=wide) if of_weight else None,
     )
 
@@ -163,7 +213,7 @@ def rounded(grads: Gradients, hidden: Tensor, dtype: torch.dtype) -> tuple[Tenso
     if of_weight is not None and grads.empty:  # no token at all
         of_weight.zero_()
     return (
-        nothing if of_hidden is None else _cast(of_hidden, dtype).view(hidden.shape),
+        nothing if of_hidden is None else _cast(of_hidden.whole(), dtype).view(hidden.shape),
         nothing.clone() if of_weight is None else _cast(of_weight, dtype),
     )
 
@@ -199,24 +249,35 @@ def walk(
     n = hidden.shape[0]
     wide = grads.weight is not None and grads.weight.dtype != weight.dtype
     on_gpu = weight.device.type == "cuda"
-    most = chunk_rows(V, D, weight.element_size(), weight.device.type, wide=wide)
-    parts = token_chunks(n, most, min(most, 256) if on_gpu else 1)
-    longest = max((part.stop - part.start for part in parts), default=0)
+    row_bytes = D * held_dtype(hidden.dtype).itemsize
+    grows = grads.hidden is not None and grads.hidden.grows
+
+    def rows_at(start: int) -> int:
+        to_come = (n - start) * row_bytes if grows else 0
+        sizes = (V, D, weight.element_size(), weight.device.type)
+        return chunk_rows(*sizes, wide=wide, bytes_to_come=to_come)
+
+    unit = min(rows_at(n), UNIT) if on_gpu else 1
     rows_step = row_function(hidden)
     # Rows start at multiples of 128 bytes: for products by tensor cores, and for vector accesses.
     stride = -(-V // 64) * 64
-    logits = hidden.new_empty((longest, stride))[:, :V]
-    for part in parts:
-        h, x = hidden[part], logits[: part.stop - part.start]
+    buffer = hidden.new_empty((0, stride))
+    for part in token_chunks(n, rows_at, unit):
+        size = part.stop - part.start
+        if size > len(buffer) or grows and size < len(buffer):
+            del buffer  # before the next is taken
+            buffer = hidden.new_empty((size, stride))
+        h, x = hidden[part], buffer[:size, :V]
         torch.mm(h, weight.t(), out=x)
         wants_grad = grads.hidden is not None or grads.weight is not None
         loss_rows = None if losses is None else losses[part]
         rows_step(x, targets[part], scale[part], loss_rows, lse[part], wants_grad, options)
         if grads.hidden is not None:
-            product_into(grads.hidden[part], x, weight, add=False)
+            product_into(grads.hidden.part(part), x, weight, add=False)
         if grads.weight is not None:
             product_into(grads.weight, x.t(), h, add=not grads.empty)
             grads.empty = False
+        del x  # or the memory of its buffer could not go
 
 
 def as_matrix(x: Tensor) -> Tensor:

@@ -79,7 +79,12 @@ def define_op(
     LIBRARY.impl(name, on_device, "CUDA")
     if replayed:
         replay.CALLS[name] = replay.Replayed(overload, on_device, replay_state)
-        torch_compat.call_in_inductors_code(overload, replay.__name__, f"CALLS[{name!r}]")
+        torch_compat.call_in_inductors_code(
+            overload,
+            replay.__name__,
+            f"CALLS[{name!r}]",
+            lambda fixed: f"SITES[{name!r}, {fixed!r}]",
+        )
 
     def fake_and_lower(*args: Any, **kwargs: Any) -> Any:
         torch_compat.flush_lowerings()

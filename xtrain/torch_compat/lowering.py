@@ -23,7 +23,8 @@ from xtrain.torch_compat.backends import any_on_cuda
 
 OPAQUE = "opaque"  # last argument of an op that has both forms
 
-_direct_calls: dict[torch._ops.OpOverload, tuple[str, str]] = {}  # module, expression
+# module, expression, expression where all but addresses is fixed
+_direct_calls: dict[torch._ops.OpOverload, tuple[str, str, Callable[[str], str]]] = {}
 _pending_lowerings: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
 
 
@@ -90,13 +91,17 @@ def _decomposed_lowering(decomposition: Callable[..., Any]) -> Callable[..., Any
     return lowering
 
 
-def call_in_inductors_code(op: torch._ops.OpOverload, module: str, expression: str) -> None:
+def call_in_inductors_code(
+    op: torch._ops.OpOverload, module: str, expression: str, fixed: Callable[[str], str]
+) -> None:
     """Have inductor's code call module.expression for an opaque op on a GPU, not the op.
 
     What is called takes the op's arguments and returns what its kernel does; the code holds no
-    autograd, no dispatch and no other device there that the op's call would have to see to.
+    autograd, no dispatch and no other device there that the op's call would have to see to. Where
+    shapes and strides are numbers it is module.fixed(text): calls with the same text differ in
+    nothing but their tensors' addresses.
     """
-    _direct_calls[op] = (module, expression)
+    _direct_calls[op] = (module, expression, fixed)
 
 
 def _external_call(node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -131,7 +136,10 @@ def _direct_call_class() -> Any:
         """The call of an op by another name: inductor knows it as before, its code says less."""
 
         def codegen(self, wrapper: Any) -> None:
-            module, expression = _direct_calls[self.op_overload]  # type: ignore[index]
+            module, expression, fixed = _direct_calls[self.op_overload]  # type: ignore[index]
+            text = _what_is_fixed(*self.unflatten_args(self.inputs, self.constant_args))
+            if text is not None:
+                expression = fixed(text)
             root = wrapper  # of a graph cut in pieces the whole alone has imports
             while getattr(root, "parent_wrapper", None) is not None:
                 root = root.parent_wrapper
@@ -140,6 +148,26 @@ def _direct_call_class() -> Any:
             super().codegen(wrapper)
 
     return DirectCall
+
+
+def _what_is_fixed(args: Any, kwargs: dict[str, Any]) -> str | None:
+    """Return all that inductor knows of a call's arguments, None where a size is not a number."""
+    import sympy
+    from torch._inductor.ir import IRNode
+
+    parts = []
+    for leaf in pytree.tree_leaves((list(args), kwargs)):
+        if isinstance(leaf, IRNode):
+            sizes = [*leaf.get_size(), *leaf.get_stride()]
+            if not all(isinstance(size, int | sympy.Integer) for size in sizes):
+                return None
+            shape, stride = sizes[: len(sizes) // 2], sizes[len(sizes) // 2 :]
+            parts.append(f"{leaf.get_dtype()}{shape}{stride}{leaf.get_device()}")
+        elif isinstance(leaf, sympy.Expr | torch.SymInt | torch.SymFloat | torch.SymBool):
+            return None
+        else:
+            parts.append(repr(leaf))
+    return " ".join([*parts, *kwargs])
 
 
 def _trace(function: Callable[..., Any], fake_inputs: list[Any]) -> torch.fx.GraphModule:

@@ -147,7 +147,7 @@ def _cross_entropy_rows_kernel(
             start = last - TILE - done
             x = _capped(tl.load(logits_ptr + start + place).to(COMPUTE_DTYPE), SOFTCAP)
             grad = _grad(x, scale, z_scale, shift, share, SOFTCAP)
-            tl.store(grad_ptr + start + place, grad.to(dtype))
+            tl.store(grad_ptr + start + place, grad.to(dtype), eviction_policy="evict_first")
         tl.debug_barrier()  # what was written at the target lacks its own term
         grad = _grad(x_target, scale, z_scale, shift, share + (1.0 - LABEL_SMOOTHING), SOFTCAP)
         tl.store(grad_ptr + target, grad.to(dtype), mask=is_class)
@@ -157,17 +157,19 @@ def cross_entropy_block_sizes(n_cols: int, itemsize: int) -> tuple[int, int, int
     """Return (TILE_ROWS, VECTOR, num_warps) for rows of n_cols logits.
 
     Few wide programs rather than many narrow ones, so that the rows in flight on all SMs stay in
-    the caches until their second walk: two programs of 1024 threads on an SM, one vector a thread
-    and tile, are 27 MB at 50304 bf16 logits. Of rows past 128 KiB one program at a time: two
-    vectors a thread take the registers of a second program, and keep as much in flight. Short rows
-    take fewer warps, and fp64, which needs more registers, half. Measured on an H200 at 50304 and
-    128256 bf16 logits, against 8 and 16 warps.
+    the caches until their second walk; what they write is marked to leave the caches first. 16
+    warps, two vectors a thread and tile, of rows past 128 KiB four: as much in flight as 32 warps
+    of half as many, in fewer tiles. Short rows take fewer warps, and fp64 half the vectors: its
+    values take twice the registers. Measured on an H200 at 50304 and 128256 bf16 logits, against 8
+    and 32 warps and half and twice the vectors.
     """
     vector = max(16 // itemsize, 1)
-    num_warps = 16 if itemsize == 8 else 32
+    num_warps = 16
     while num_warps > 1 and (num_warps // 2) * 32 * vector >= n_cols:
         num_warps //= 2
-    vectors = 2 if n_cols * itemsize > 128 << 10 and itemsize == 2 else 1
+    vectors = 4 if n_cols * itemsize > 128 << 10 else 2
+    if num_warps < 16 or itemsize == 8:
+        vectors = 1
     return num_warps * 32 * vectors, vector, num_warps
 
 
