@@ -182,6 +182,29 @@ def test_queries_and_keys_turn_in_one_call(rotation, dtype):
     assert not calls(module, "view_as_complex")
 
 
+@pytest.mark.parametrize(
+    "twice",
+    [
+        lambda x: x.tile(2),
+        lambda x: torch.tile(x, dims=(1, 2)),
+        lambda x: x[None].repeat(1, 1, 2),
+        lambda x: x.repeat([1, 2]),
+    ],
+    ids=["tile", "tile by name", "repeat", "repeat by list"],
+)
+def test_tables_made_by_tile_and_repeat(twice):
+    """Vision models' (DINOv3, V-JEPA): both halves of the angles are one tensor, laid out twice."""
+
+    def rotation(q, k):
+        angles = twice(angles_like(q, H))
+        cos, sin = angles.cos(), angles.sin()
+        return tuple((x * cos + rotate_half(x) * sin).to(x.dtype) for x in (q, k))
+
+    module = assert_swapped(swap, rotation, *q_and_k(), count=2)
+    (call,) = calls(module, "rope_qk")
+    assert call.args[2].meta["example_value"].shape == (T, H // 2)
+
+
 def test_known_values():
     """Row C21: position 1, angle 1 for pair 0."""
 
@@ -264,6 +287,11 @@ def pairs_of_unequal_angles(q, k):
     return q * emb.cos() + rotate_half(q) * emb.sin()
 
 
+def tokens_laid_out_twice(q, k):
+    angles = torch.randn(T // 2, H).repeat(2, 1)
+    return q * angles.cos() + rotate_half(q) * angles.sin()
+
+
 def tables_by_head(q, k):
     cos, sin = (t.expand(B, N, T, H // 2) for t in half_tables(q))
     a, b = q.chunk(2, -1)
@@ -280,6 +308,7 @@ def three_dims(q, k):
     [
         (unproved_tables, "nothing shows that cos gives both members of a pair one angle"),
         (pairs_of_unequal_angles, "nothing shows that cos"),
+        (tokens_laid_out_twice, "nothing shows that cos"),
         (tables_by_head, "do not tell heads from tokens"),
         (three_dims, "x is not"),
     ],

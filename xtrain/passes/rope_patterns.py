@@ -341,12 +341,23 @@ def _repeats_columns(node: fx.Node, layout: str) -> bool:
     value = tensor_meta(node)
     if layout == HALF:
         pieces = _joined(node)
-        return pieces is not None and len(pieces) == 2 and pieces[0] is pieces[1]
+        twice = pieces is not None and len(pieces) == 2 and pieces[0] is pieces[1]
+        return twice or _is_laid_out_twice(node)
     if op_name(node) == "repeat_interleave" and value is not None:
         dim = operand(node, 2, "dim")
         return operand(node, 1, "repeats") == 2 and dim in (-1, value.ndim - 1)
     pieces = _interleaved(node)
     return pieces is not None and len(pieces) == 2 and pieces[0] is pieces[1]
+
+
+def _is_laid_out_twice(node: fx.Node) -> bool:
+    """Whether a node is x.tile(2) or x.repeat(1, 1, 2): its last dim twice, the others once."""
+    if op_name(node) not in ("tile", "repeat"):
+        return False
+    counts = node.args[1:] or (operand(node, 1, "dims", "repeats"),)
+    if isinstance(counts[0], tuple | list):
+        counts = tuple(counts[0])
+    return counts[-1:] == (2,) and all(count == 1 for count in counts[:-1])
 
 
 def _keeps_last_dim(node: fx.Node) -> bool:
