@@ -446,5 +446,5 @@ def test_kernels_start_by_inductors_launcher_on_a_gpu():
         OPS["rms_norm"].public(x, torch.ones(64, device="cuda"))
     assert launches
     for _, compiled, grid, args, _ in launches:
-        start, kept = torch_compat.kernel_starter(compiled, (*grid, 1, 1)[:3])
+        _, kept, _ = torch_compat.kernel_starter(compiled, (*grid, 1, 1)[:3])
         assert kept is not None and 0 < len(kept) and kept[0] == 0 and len(args) >= 3

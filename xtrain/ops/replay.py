@@ -2,11 +2,10 @@
 
 A call of an op goes through torch's dispatcher, the Python of its implementation, and Triton's own
 launcher, which looks at each argument to find the kernel compiled for them; a GPU that has little
-to do waits for that. Everything but the addresses
-follows from shapes, strides, dtypes and constants. So the first call with each of them runs the
-implementation and writes down what it does: which memory it takes and which compiled kernels it
-launches, with which arguments. Later calls do just that, with the same kernels, so with the same
-bits.
+to do waits for that. Everything but the addresses follows from shapes, strides, dtypes and
+constants. So the first call with each of them runs the implementation and writes down what it does
+(replay_recording.py): which memory it takes and which compiled kernels it launches, with which
+arguments. Later calls do just that, with the same kernels, so with the same bits.
 
 Where inductor's code says all but the addresses, a call has a place of its own (Site) and is told
 from others without a look at its tensors.
@@ -31,7 +30,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from xtrain.ops.replay_recording import Calls, Launches, Recording
+from xtrain.ops.replay_code import Plan
+from xtrain.ops.replay_recording import Recording
 
 CALLS: dict[str, Replayed] = {}  # by the op's name; what inductor's code calls, or from SITES
 MAX_PLANS = 1024  # of an op; only changing shapes make more, and then the oldest are long dead
@@ -54,7 +54,7 @@ class Replayed:
         self._op = op
         self._implementation = implementation
         self.state = state  # what beside its arguments the implementation goes by
-        self._plans: dict[tuple[Any, ...], Launches | Calls | None] = {}
+        self._plans: dict[tuple[Any, ...], Plan | None] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the op returns."""
@@ -84,7 +84,7 @@ class Replayed:
             return self._record(plan_key, args, kwargs), None
         if plan is None:
             return self._op(*args, **kwargs), None
-        return plan.run(tensors, pointers, device), plan
+        return plan(tensors, pointers, device), plan
 
     def _record(self, key: tuple[Any, ...], args: Any, kwargs: Any) -> Any:
         # objects of their own: one tensor given twice is two arguments, which may differ next time
@@ -115,7 +115,7 @@ class Site:
 
     def __init__(self, replayed: Replayed):
         self._replayed = replayed
-        self._plan: Launches | Calls | None = None
+        self._plan: Plan | None = None
         self._state: Any = None
         self._device = 0
         self._places: list[tuple[int, bool]] = []  # of tensors, and of lists of them
@@ -136,7 +136,7 @@ class Site:
             or self._replayed.state() != self._state
         ):
             return self._call(args, kwargs)
-        return self._plan.run(tensors, pointers, self._device)
+        return self._plan(tensors, pointers, self._device)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result, plan = self._replayed.call(args, kwargs)

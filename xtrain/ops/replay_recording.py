@@ -1,14 +1,11 @@
 """What an op's implementation does, written down: see replay.py, which does it again.
 
-A recording notes the operators that the implementation calls and the kernels that it launches. If
-it launches alone, on its inputs and on memory of its own, that is a plan of Launches; with
-operators between, one of Calls; and None where what it does cannot be written down.
+A recording notes the operators that the implementation calls and the kernels that it launches, and
+makes a plan of them (replay_code.py); or none, where what is done cannot be written down.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,81 +14,13 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from xtrain import torch_compat
+from xtrain.ops import replay_code
+from xtrain.ops.replay_code import Call, Launch, Layout, Plan
 
-_Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 _Origins = dict[int, tuple[int, int]]  # id of a tensor -> slot or value, offset in bytes
-# start(arguments, stream), arguments without addresses, [(argument, slot, offset in bytes)]
-_Launch = tuple[Callable[[list[Any], int], None], list[Any], list[tuple[int, int, int]]]
+_Step = tuple[Launch | None, Call | None]  # one of the two
 LAUNCH = 5  # parts of a noted launch; a call of an operator has four
 _EMPTY = (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default)
-
-
-@dataclass(frozen=True)
-class Launches:
-    """A recorded call that does nothing but launch, on inputs and on memory of its own.
-
-    A slot is an input, in their order, or behind them an allocation.
-    """
-
-    empty_strided: Callable[..., Tensor]
-    stream: Callable[[int], int]
-    allocations: list[_Layout]
-    launches: list[_Launch]
-    results: list[int]  # places among the allocations
-    is_tuple: bool
-
-    def run(self, _: list[Tensor], pointers: list[int], device: int) -> Any:
-        """Do it on inputs at these addresses and return what the op returns."""
-        tensors = [self.empty_strided(*layout) for layout in self.allocations]
-        pointers += [tensor.data_ptr() for tensor in tensors]
-        stream = self.stream(device)
-        for start, constants, addresses in self.launches:
-            arguments = constants.copy()
-            for place, slot, offset in addresses:
-                arguments[place] = pointers[slot] + offset
-            start(arguments, stream)
-        if self.is_tuple:
-            return tuple([tensors[i] for i in self.results])
-        return tensors[self.results[0]]
-
-
-@dataclass(frozen=True)
-class Calls:
-    """A recorded call of operators and kernels, step by step; values count inputs, then results.
-
-    A step is a launch, or (operator, arguments, [(argument, value)], keywords, what it makes: value
-    numbers as it returns them). After each, the values that no later step reads are let go.
-    """
-
-    stream: Callable[[int], int]
-    steps: list[tuple[bool, Any, list[int]]]
-    num_values: int
-    results: list[int]
-    is_tuple: bool
-
-    def run(self, tensors: list[Tensor], _: list[int], device: int) -> Any:
-        """Do it on these inputs and return what the op returns."""
-        values: list[Any] = [*tensors, *[None] * (self.num_values - len(tensors))]
-        for is_launch, step, dead in self.steps:
-            if is_launch:
-                start, constants, addresses = step
-                arguments = constants.copy()
-                for place, value, _ in addresses:
-                    arguments[place] = values[value].data_ptr()
-                start(arguments, self.stream(device))
-            else:
-                operator, constants, places, keywords, made = step
-                arguments, keywords = constants.copy(), keywords.copy()
-                for place, value in places:
-                    (keywords if isinstance(place, str) else arguments)[place] = values[value]
-                result = operator(*arguments, **keywords)
-                for place, value in made:
-                    values[value] = result if place is None else result[place]
-            for value in dead:
-                values[value] = None
-        if self.is_tuple:
-            return tuple([values[i] for i in self.results])
-        return values[self.results[0]]
 
 
 class Recording(TorchDispatchMode):
@@ -114,19 +43,22 @@ class Recording(TorchDispatchMode):
         """Take down a launch, as ops/triton/launching.py notes it."""
         self._steps.append(launch)
 
-    def plan(self, result: Any) -> Launches | Calls | None:
+    def plan(self, result: Any) -> Plan | None:
         """Return how to do the same again, or None where it cannot be said."""
         results = list(result) if isinstance(result, tuple) else [result]
         is_tuple = isinstance(result, tuple)
         return self._launches(results, is_tuple) or self._calls(results, is_tuple)
 
-    def _launches(self, results: list[Any], is_tuple: bool) -> Launches | None:
+    def _launches(self, results: list[Any], is_tuple: bool) -> Plan | None:
         origins = {id(t): (slot, 0) for slot, t in enumerate(self._inputs)}
         allocated: list[Tensor] = []
         launches = []
         for step in self._steps:
             if len(step) == LAUNCH:
-                launches.append(_as_launch(origins, *step))
+                launch = _as_launch(origins, *step)
+                if launch is None:
+                    return None
+                launches.append(launch)
             elif step[0] in _EMPTY:
                 origins[id(step[3])] = (len(self._inputs) + len(allocated), 0)
                 allocated.append(step[3])
@@ -140,34 +72,37 @@ class Recording(TorchDispatchMode):
                 return None
             places.append(place)
             layouts[place] = _layout(tensor)
-        if not launches or None in launches:
+        if not launches:
             return None
-        kind = self._inputs[0].device.type
-        empty, stream = torch_compat.empty_strided(kind), torch_compat.raw_stream(kind)
-        return Launches(empty, stream, layouts, launches, places, is_tuple)  # type: ignore
+        device_type, num_inputs = self._inputs[0].device.type, len(self._inputs)
+        return replay_code.of_launches(device_type, num_inputs, layouts, launches, places, is_tuple)
 
-    def _calls(self, results: list[Any], is_tuple: bool) -> Calls | None:
+    def _calls(self, results: list[Any], is_tuple: bool) -> Plan | None:
         values = {id(t): (number, 0) for number, t in enumerate(self._inputs)}
-        steps: list[tuple[bool, Any]] = []
+        steps: list[_Step] = []
         for step in self._steps:
-            is_launch = len(step) == LAUNCH
-            made = _as_launch(values, *step) if is_launch else self._as_call(values, *step)
-            if made is None:
+            launch, call = None, None
+            if len(step) == LAUNCH:
+                launch = _as_launch(values, *step)
+            else:
+                call = self._as_call(values, *step)
+            if launch is None and call is None:
                 return None
-            steps.append((is_launch, made))
+            steps.append((launch, call))
         if any(id(tensor) not in values for tensor in results):
             return None
         places = [values[id(tensor)][0] for tensor in results]
-        if min(places) < len(self._inputs):
+        num_inputs = len(self._inputs)
+        if min(places) < num_inputs:
             return None
-        stream = torch_compat.raw_stream(self._inputs[0].device.type)
-        steps = _without_unread(steps, places)
-        return Calls(stream, _let_go(steps, places), _count(values), places, is_tuple)
+        with_ends = _let_go(_without_unread(steps, places), num_inputs, places)
+        device_type = self._inputs[0].device.type
+        return replay_code.of_calls(device_type, num_inputs, with_ends, places, is_tuple)
 
     def _as_call(
         self, values: _Origins, func: Any, args: tuple[Any, ...], kwargs: Any, result: Any
-    ) -> tuple[Any, ...] | None:
-        """Return a step of Calls, or None for what a replay may not call."""
+    ) -> Call | None:
+        """Return the call of an operator, or None for one that a replay may not make."""
         arguments = func._schema.arguments
         positional = self._read(values, dict(enumerate(args)), dict(enumerate(arguments)))
         by_name = self._read(values, kwargs, {argument.name: argument for argument in arguments})
@@ -210,14 +145,14 @@ def _as_launch(
     grid: tuple[int, ...],
     args: tuple[Any, ...],
     options: dict[str, Any],
-) -> _Launch | None:
+) -> Launch | None:
     """Return what starts the kernel, its arguments, and where addresses go among them."""
     if compiled is None:  # under Triton's interpreter
         return None
     named = {name: value for name, value in options.items() if name in kernel.arg_names}
     bound = kernel.signature.bind(*args, **named)
     bound.apply_defaults()
-    start, kept = torch_compat.kernel_starter(compiled, (*grid, 1, 1)[:3])
+    start, kept, trailing = torch_compat.kernel_starter(compiled, (*grid, 1, 1)[:3])
     constants: list[Any] = []
     addresses = []
     for number, value in enumerate(bound.arguments.values()):
@@ -230,7 +165,7 @@ def _as_launch(
             return None
         if kept is None or number in kept:
             constants.append(value)
-    return start, constants, addresses
+    return start, [*constants, *[None] * trailing], addresses
 
 
 def _is_constant(value: Any) -> bool:
@@ -256,28 +191,34 @@ def _note_views(
     return True
 
 
-def _without_unread(steps: list[tuple[bool, Any]], results: list[int]) -> list[tuple[bool, Any]]:
+def _without_unread(steps: list[_Step], results: list[int]) -> list[_Step]:
     """Return the steps but for operators whose results nothing reads: views to ask about."""
     read, kept = set(results), []
-    for is_launch, step in reversed(steps):
-        if is_launch or step[0]._schema.is_mutable or any(v in read for _, v in step[4]):
-            kept.append((is_launch, step))
-            read |= {pair[1] for pair in step[2]}
+    for launch, call in reversed(steps):
+        if call is None or call[0]._schema.is_mutable or any(v in read for _, v in call[4]):
+            kept.append((launch, call))
+            read |= set(_read(launch, call))
     return kept[::-1]
 
 
-def _let_go(steps: list[tuple[bool, Any]], results: list[int]) -> list[tuple[bool, Any, list[int]]]:
+def _let_go(
+    steps: list[_Step], num_inputs: int, results: list[int]
+) -> list[tuple[Launch | None, Call | None, list[int]]]:
     """Return the steps, each with the values that it is the last to read or make."""
     last: dict[int, int] = {}
-    for number, (is_launch, step) in enumerate(steps):
-        read = [pair[1] for pair in step[2]]
-        made = [] if is_launch else [value for _, value in step[4]]
-        last |= dict.fromkeys([*read, *made], number)
+    for number, (launch, call) in enumerate(steps):
+        made = [] if call is None else [value for _, value in call[4]]
+        last |= dict.fromkeys([*_read(launch, call), *made], number)
     dead: list[list[int]] = [[] for _ in steps]
     for value, number in last.items():
-        if value not in results:
+        if value >= num_inputs and value not in results:
             dead[number].append(value)
-    return [(is_launch, step, dead[i]) for i, (is_launch, step) in enumerate(steps)]
+    return [(launch, call, dead[i]) for i, (launch, call) in enumerate(steps)]
+
+
+def _read(launch: Launch | None, call: Call | None) -> list[int]:
+    pairs = [] if launch is None else [(place, value) for place, value, _ in launch[2]]
+    return [value for _, value in [*pairs, *([] if call is None else call[2])]]
 
 
 def _count(values: _Origins) -> int:
@@ -288,7 +229,7 @@ def _tensors(values: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
-def _layout(tensor: Tensor) -> _Layout:
+def _layout(tensor: Tensor) -> Layout:
     return tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 

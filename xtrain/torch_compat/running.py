@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -89,23 +90,23 @@ def raw_stream(device_type: str) -> Callable[[int], int]:
 
 def kernel_starter(
     compiled: Any, grid: tuple[int, ...]
-) -> tuple[Callable[[list[Any], int], None], list[int] | None]:
-    """Return start(arguments, stream) of a kernel that Triton compiled, and which arguments it has.
+) -> tuple[Callable[[tuple[Any, ...], int], None], list[int] | None, int]:
+    """Return start(arguments, stream) of a kernel that Triton compiled, and its arguments.
 
-    By inductor's launcher, one call in C, which takes the arguments that the compiled code reads,
-    named by their numbers; where it cannot, by Triton's, which takes all (None): four times the
-    host's time. Addresses are ints. Hooks on launches, a profiler's, are as they were here.
+    These are the numbers of those to give (None: all), and how many None follow them. By inductor's
+    launcher, one call in C; where it cannot, by Triton's: four times the host's time. Addresses are
+    ints. Hooks on launches, a profiler's, are as they were here.
     """
     try:
         return _static_starter(compiled, grid)
     except (ImportError, AttributeError, KeyError, NotImplementedError, RuntimeError):
         runner = compiled[grid]
-        return (lambda arguments, stream: runner(*arguments, stream=stream)), None
+        return (lambda arguments, stream: runner(*arguments, stream=stream)), None, 0
 
 
 def _static_starter(
     compiled: Any, grid: tuple[int, ...]
-) -> tuple[Callable[[list[Any], int], None], list[int]]:
+) -> tuple[Callable[[tuple[Any, ...], int], None], list[int], int]:
     from torch._inductor.runtime.static_triton_launcher import StaticallyLaunchedCudaKernel
 
     metadata = compiled.metadata
@@ -113,19 +114,14 @@ def _static_starter(
         raise NotImplementedError("inductor's launcher sets no such attribute")
     compiled._cubin_path = None  # read, though the kernel is loaded already
     static = StaticallyLaunchedCudaKernel(compiled)
-    signature = compiled.src.signature
     left_out = set(static.full_constexprs)
     numbers = {name: i for i, name in enumerate(compiled.src.fn.arg_names)}
+    signature = compiled.src.signature
     kept = sorted(numbers[name] for name, kind in signature.items() if kind != "constexpr")
     kept = [number for number in kept if number not in left_out]
-    scratch = [static.has_global_scratch, static.has_profile_scratch].count(True)
     if len(kept) != len(static.arg_tys):
         raise NotImplementedError("inductor's launcher counts other arguments than Triton")
-    types, nothing = static.arg_tys + "O" * scratch, (None,) * scratch
-    launch = static.C_impl._launch_kernel
+    scratch = [static.has_global_scratch, static.has_profile_scratch].count(True)
+    types = static.arg_tys + "O" * scratch
     fixed = (compiled.function, *grid, static.num_warps, static.shared, types)
-
-    def start(arguments: list[Any], stream: int) -> None:
-        launch(*fixed, (*arguments, *nothing), stream)
-
-    return start, kept
+    return partial(static.C_impl._launch_kernel, *fixed), kept, scratch
