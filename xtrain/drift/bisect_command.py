@@ -6,7 +6,7 @@ import argparse
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from xtrain.drift.bisect_runs import Plan, Run, Setting, effects, groups, intera
 from xtrain.drift.comparison import IDENTICAL, compare
 from xtrain.drift.errors import DriftError
 from xtrain.drift.factors import parse_all, run_child
+from xtrain.drift.flag_use import check_use, counts, values_of, was_given
 from xtrain.drift.flag_values import check_flags
 from xtrain.drift.output import deliver
 from xtrain.drift.record_folder import Record
@@ -41,6 +42,7 @@ HANDED_ON = (
     "warm_up",
     "op_steps",
     "top_k",
+    "tensors",
 )
 
 
@@ -67,6 +69,7 @@ def run_bisect(args: argparse.Namespace) -> int:
     plan = Plan(parse_all(args.factor))
     if not plan.factors:
         raise DriftError("bisect needs at least one --factor NAME=VALUE,VALUE")
+    check_use(args, plan.factors)
     if args.packages and not any(factor.name == "python" for factor in plan.factors):
         raise DriftError("--packages compares two Pythons: --factor python=VENV1,VENV2")
     if plan.num_runs() > args.max_runs:
@@ -91,8 +94,7 @@ def bisect(
 
     Raises: DriftError when the baseline has no result.
     """
-    arguments = _record_arguments(args, plan)
-    runner = _Runner(plan, folder, arguments, progress)
+    runner = _Runner(args, plan, folder, progress)
     baseline = runner(plan.baseline)
     if baseline.failed:
         raise DriftError(f"the baseline has no result: {baseline.error}")
@@ -106,7 +108,7 @@ def bisect(
     if args.packages:
         from xtrain.drift.packages import one_at_a_time
 
-        packages = one_at_a_time(plan, folder, arguments, progress)
+        packages = one_at_a_time(plan, folder, runner.arguments(plan.baseline), progress)
     return _result(plan, packages)
 
 
@@ -115,13 +117,17 @@ class _Runner:
 
     def __init__(
         self,
+        args: argparse.Namespace,
         plan: Plan,
         folder: Path,
-        arguments: Sequence[str],
         progress: Callable[[str], None],
     ):
-        self.plan, self.folder, self.arguments, self.progress = plan, folder, arguments, progress
+        self.args, self.plan, self.folder, self.progress = args, plan, folder, progress
         self.representatives: list[Record] = []
+
+    def arguments(self, setting: Setting) -> list[str]:
+        """Return the arguments of a setting's child that are none of its factors."""
+        return _record_arguments(self.args, self.plan.named(setting))
 
     def __call__(self, setting: Setting) -> Run:
         """Return the run of a setting."""
@@ -131,10 +137,8 @@ class _Runner:
         self.progress(f"run {len(runs) + 1}: {self.plan.describe(setting)}")
         run = runs[setting] = Run(setting)
         out = self.folder / f"{len(runs) - 1:03d}.drift"
-        names = [factor.name for factor in self.plan.factors]
-        child = run_child(
-            [*self.arguments, "--out", str(out)], dict(zip(names, setting, strict=True))
-        )
+        arguments = [*self.arguments(setting), "--out", str(out)]
+        child = run_child(arguments, self.plan.named(setting))
         if child.error is not None:
             run.error = child.error
             return run
@@ -193,7 +197,7 @@ def _result(plan: Plan, packages: list[dict[str, Any]]) -> dict[str, Any]:
         runs.append(
             {
                 "setting": plan.describe(setting),
-                "values": {f.name: v for f, v in zip(plan.factors, setting, strict=True)},
+                "values": plan.named(setting),
                 "group": None if run.group is None else letter(run.group),
                 "exit_code": code,
                 "error": run.error,
@@ -220,16 +224,19 @@ def letter(number: int) -> str:
     return chr(ord("A") + place) + (str(turn) if turn else "")
 
 
-def _record_arguments(args: argparse.Namespace, plan: Plan) -> list[str]:
-    named = {factor.name for factor in plan.factors}
+def _record_arguments(args: argparse.Namespace, named: Mapping[str, str]) -> list[str]:
+    """Return what record gets of bisect's own flags, under the values of the factors.
+
+    A flag that one value of a factor has no use for is left out there.
+    """
+    values = values_of(args, named)
     arguments = ["record", args.model]
     for name in HANDED_ON:
         flag, value = name.replace("_", "-"), getattr(args, name)
-        if value is not None and flag not in named and not (flag == "mode" and "compile" in named):
-            arguments.append(f"--{flag}={value}")
-    if args.tensors:
-        arguments.append("--tensors")
-    if named & {"mode", "compile"} and args.pad_to is None and "pad-to" not in named:
+        if was_given(args, name) and flag not in named and counts(name, values):
+            arguments.append(f"--{flag}" if value is True else f"--{flag}={value}")
+    padded = was_given(args, "pad_to") or "pad-to" in named
+    if named.keys() & {"mode", "compile"} and not padded and counts("pad_to", values):
         # compiled modes pad; without it the padding would be a second difference
         arguments.append("--pad-to=auto")
     return arguments

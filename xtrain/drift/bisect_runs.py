@@ -78,6 +78,11 @@ class Plan:
         pairs = sum(x * y for x, y in combinations(counts, 2))
         return 1 + sum(counts) + pairs + len(self.everything())
 
+    def named(self, setting: Setting) -> dict[str, str]:
+        """Return a setting's values by the names of their factors."""
+        names = [factor.name for factor in self.factors]
+        return dict(zip(names, setting, strict=True))
+
     def describe(self, setting: Setting) -> str:
         """Return what differs from the baseline, as NAME=VALUE."""
         words = [

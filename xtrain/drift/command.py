@@ -57,26 +57,29 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def add_model_flags(add: Callable[..., Any]) -> None:
-    """Add what record and bisect share: which model, which prompts, how it is run."""
+    """Add what record and bisect share: which model, which prompts, how it is run.
+
+    No flag has its default here: xtrain.drift.flag_use must know which were given.
+    """
     add("model", metavar="MODEL", help="a run, a preset (its weights drawn by --seed), a HF folder")
-    add("--seed", type=int, default=0, help="of a preset's weights and drawn prompts [0]")
-    add("--runs", default="runs", metavar="DIR", help="where runs lie [runs]")
+    add("--seed", type=int, help="of a preset's weights and drawn prompts [0]")
+    add("--runs", metavar="DIR", help="where runs lie [runs]")
     add("--prompts", metavar="FILE", help="a prompt a line, or .json lists of ids [built in]")
-    add("--num-prompts", type=int, default=8, help="drawn where there is no tokenizer [8]")
-    add("--prompt-length", type=int, default=16, help="of drawn prompts, in tokens [16]")
-    add("--tokens", type=int, default=16, help="chosen per prompt; 0: one forward [16]")
-    add("--decode", default="greedy", help="greedy, generate (the model's own) or sample [greedy]")
-    add("--temperature", type=float, default=1.0, help="of --decode sample [1]")
-    add("--sample-seed", type=int, default=0, help="of --decode sample [0]")
-    add("--mode", default="eager", help="eager, aot_eager or inductor [eager]")
-    add("--dtype", default="auto", help="auto (as saved), fp32, bf16 or fp16 [auto]")
-    add("--device", default="cpu", help="cpu, cuda or cuda:N [cpu]")
-    add("--batch", type=int, default=1, help="prompts of a forward [1]")
+    add("--num-prompts", type=int, help="drawn where there is no tokenizer [8]")
+    add("--prompt-length", type=int, help="of drawn prompts, in tokens [16]")
+    add("--tokens", type=int, help="chosen per prompt; 0: one forward [16]")
+    add("--decode", help="greedy, generate (the model's own) or sample [greedy]")
+    add("--temperature", type=float, help="of --decode sample [1]")
+    add("--sample-seed", type=int, help="of --decode sample [0]")
+    add("--mode", help="eager, aot_eager or inductor [eager]")
+    add("--dtype", help="auto (as saved), fp32, bf16 or fp16 [auto]")
+    add("--device", help="cpu, cuda or cuda:N [cpu]")
+    add("--batch", type=int, help="prompts of a forward [1]")
     add("--pad-to", metavar="T", help="pad every forward to T tokens; auto: the longest [none]")
     add("--threads", type=int, help="of torch, within an op [torch's own choice]")
-    add("--warm-up", type=int, default=1, help="forwards before the first recorded one [1]")
+    add("--warm-up", type=int, help="forwards before the first recorded one [1]")
     add("--op-steps", type=int, help="steps of a prompt whose ops are recorded [all]")
-    add("--top-k", type=int, default=8, help="logits in the readable part [8]")
+    add("--top-k", type=int, help="logits in the readable part [8]")
     add("--tensors", action="store_true", help="keep whole tensors: exact sizes, large files")
 
 

@@ -13,6 +13,7 @@ import torch
 
 from xtrain.drift import models
 from xtrain.drift.errors import DriftError
+from xtrain.drift.flag_use import check_use, check_use_of_model, fill
 from xtrain.drift.flag_values import check_flags
 from xtrain.drift.record_folder import Record
 from xtrain.drift.recording import Settings, record_prompts
@@ -23,7 +24,10 @@ def record_from_flags(args: argparse.Namespace) -> Record:
 
     Raises: DriftError for every value that does not fit.
     """
+    given = args
+    args = fill(args)
     check(args)
+    check_use(given)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     settings = Settings(
@@ -44,6 +48,8 @@ def record_from_flags(args: argparse.Namespace) -> Record:
     subject = models.load(
         args.model, seed=args.seed, runs=args.runs, dtype=args.dtype, device=args.device
     )
+    kind = subject.description["kind"]
+    check_use_of_model(given, kind, tokenizer=subject.encode is not None)
     prompts = models.prompts(
         args.prompts,
         subject,

@@ -13,8 +13,10 @@ from tabulate import tabulate
 
 from xtrain.drift.errors import DriftError
 from xtrain.drift.factors import Factor, parse_all, run_child
+from xtrain.drift.flag_use import check_factors, fill
 from xtrain.drift.output import deliver, show
 
+DEFAULTS = {"dtype": "fp32", "device": "cpu", "threads": 1}
 SAME, DIFFERENT, ABSENT = ".", "#", " "
 
 
@@ -44,9 +46,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="the two settings: a VARIABLE, threads, python, dtype or device; may be given again",
     )
     add("--rows", type=int, default=64, help="rows of the inputs [64]")
-    add("--dtype", default="fp32", help="fp32, bf16 or fp16 [fp32]")
-    add("--device", default="cpu", help="cpu, cuda or cuda:N [cpu]")
-    add("--threads", type=int, default=1, help="of torch, within an op [1]")
+    add("--dtype", help="fp32, bf16 or fp16 [fp32]")
+    add("--device", help="cpu, cuda or cuda:N [cpu]")
+    add("--threads", type=int, help="of torch, within an op [1]")
     add("--json", metavar="FILE", help="write the picture as values; -: to stdout instead")
     add("--child", action="store_true", help=argparse.SUPPRESS)
 
@@ -54,11 +56,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run_ops(args: argparse.Namespace) -> int:
     """Print the picture; exit code 0 if all bits are equal, else 1."""
     for name in ("rows", "threads"):
-        if getattr(args, name) < 1:
-            raise DriftError(f"--{name} must be at least 1, got {getattr(args, name)}")
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise DriftError(f"--{name} must be at least 1, got {value}")
+    factors = parse_all(args.factor)
+    check_factors(args, factors)
+    args = fill(args, DEFAULTS)
     if args.child:
         return _child(args)
-    factors = parse_all(args.factor)
     if not factors or any(len(factor.values) != 2 for factor in factors):
         raise DriftError("ops compares two settings: --factor NAME=A,B")
     if unfit := [

@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from xtrain.drift import flag_values
 from xtrain.drift.errors import DriftError
 from xtrain.drift.values import DTYPES, NUM_SAMPLES
 
 FORMAT = "xtrain.drift"
 VERSION = 1  # raised when an older reader could not read a newer record
-MODES = ("eager", "aot_eager", "inductor", "unobserved")
-DECODERS = ("greedy", "generate", "sample")
+MODES = (*flag_values.MODES, "unobserved")
 NOT_FINITE = ("nan", "inf", "-inf")  # how numbers that JSON has not are written
 
 Check = Callable[[Any], bool]
@@ -111,7 +111,7 @@ RUN: dict[str, Check] = {
     "device": is_text,
     "batch_size": _positive,
     "pad_to": optional(is_count),
-    "decode": optional(one_of(DECODERS)),
+    "decode": optional(one_of(flag_values.DECODERS)),
     "num_tokens": _positive,
     "temperature": lambda value: is_number(value) and not is_text(value),
     "sample_seed": is_count,

@@ -301,16 +301,22 @@ def _is_compiled(model: nn.Module) -> bool:
 def _check_lengths(
     subject: Subject, prompts: Sequence[Mapping[str, Any]], settings: Settings
 ) -> None:
-    if subject.max_length is None:
-        return
+    """Refuse a context that is too small, and a padding that some forward could not have."""
+    limit, pad_to = subject.max_length, settings.pad_to
+    chosen = settings.num_tokens if settings.decode else 1
     for number, prompt in enumerate(prompts):
         length = len(prompt["tokens"])
         # the last token that is chosen is never fed back
-        needed = length + settings.num_tokens - 1
-        if needed > subject.max_length:
+        needed = length + chosen - 1
+        if limit is not None and needed > limit:
             raise DriftError(
-                f"prompt {number} has {length} tokens, with {settings.num_tokens} more it exceeds "
-                f"the model's context of {subject.max_length}; shorten it or lower --tokens"
+                f"prompt {number} has {length} tokens, with {chosen} more it exceeds "
+                f"the model's context of {limit}; shorten it or lower --tokens"
             )
-    if settings.pad_to and settings.pad_to > subject.max_length:
-        raise DriftError(f"pad_to {settings.pad_to} exceeds the context of {subject.max_length}")
+        if pad_to is not None and needed > pad_to:
+            raise DriftError(
+                f"--pad-to {pad_to} cannot hold prompt {number}: it has {length} tokens, the "
+                f"longest forward {needed}; give at least that, or auto"
+            )
+    if limit is not None and pad_to is not None and pad_to > limit:
+        raise DriftError(f"pad_to {pad_to} exceeds the context of {limit}")
