@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from marked import B, D, Mark, Model, N, PreNorm, T, sdpa_branch, stream
+from merges import MERGES
 from spellings import LOOK_ALIKES, SPELLINGS, BranchForm, LookAlike, Spelling
 from streams import (
     CheckpointedUNet,
@@ -295,6 +296,7 @@ SITES: dict[str, Callable[[], tuple[Model, tuple[Tensor, ...]]]] = {
         (AddedInACheckpoint, ()),
     )
 }
+SITES |= {cls.__name__: (lambda cls=cls: (cls(), (stream(),))) for cls in MERGES}
 SITES |= {name: (lambda add=add: (Spelling(add), (stream(),))) for name, add in SPELLINGS.items()}
 SITES |= {
     f"branch {form}": (lambda form=form: (BranchForm(form), (stream(),)))

@@ -9,6 +9,17 @@ import torch.nn.functional as F
 from marked import B, D, Model, PreNorm, T
 from torch import Tensor, nn
 
+
+def gate(x: Tensor) -> Tensor:
+    """[.., D] in 0..1, computed from the stream."""
+    return (x @ x.mT @ x).sigmoid()
+
+
+def own_rows(x: Tensor) -> Tensor:
+    """An index of every element's row, as scatter_add takes it."""
+    return torch.arange(T)[:, None].expand(B, T, D)
+
+
 # One residual add in many spellings: (stream x, branch h, model) -> sum.
 SPELLINGS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "x + h": lambda x, h, s: x + h,
@@ -52,6 +63,41 @@ SPELLINGS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "h.lerp_, then h": lambda x, h, s: (h.lerp_(x, 0.25), h)[1],
     "torch.addcmul": lambda x, h, s: torch.addcmul(x, s.expand(D), h, value=2),
     "torch.addcmul, branch first": lambda x, h, s: torch.addcmul(x, h, x.sigmoid()),
+    "torch.addcdiv": lambda x, h, s: torch.addcdiv(x, h, x.exp(), value=2),
+    "highway": lambda x, h, s: (g := gate(x)) * h + (1 - g) * x,
+    "highway, stream first": lambda x, h, s: x * (1 - (g := gate(x))) + h * g,
+    "highway, two gates": lambda x, h, s: gate(x) * h + gate(-x) * x,
+    "highway, one gate a token": lambda x, h, s: (g := gate(x)[..., :1]) * h + (1 - g) * x,
+    "x + g (h - x)": lambda x, h, s: x + 0.25 * (h - x),
+    "h + g (x - h)": lambda x, h, s: h + gate(x) * (x - h),
+    "h - g (h - x)": lambda x, h, s: h - 0.25 * (h - x),
+    "h + (x - h) / n": lambda x, h, s: (x - h) / 4 + h,
+    "x * padding + h": lambda x, h, s: x * (x[..., :1] > -9).float() + h,
+    "masked x + h": lambda x, h, s: x.masked_fill(x > 9, 0.0) + h,
+    "selected x + h": lambda x, h, s: torch.where(x > 9, 0.0, x) + h,
+    "stack.sum": lambda x, h, s: torch.stack([x, h]).sum(0),
+    "stack.sum, last dim": lambda x, h, s: torch.stack((h, x), -1).sum(dim=-1),
+    "torch.sum(stack)": lambda x, h, s: torch.sum(torch.stack([x, h], dim=1), dim=(1,)),
+    "stack.mean": lambda x, h, s: torch.stack([x, h]).mean(0),
+    "stack, weighted": lambda x, h, s: (torch.stack([x, h]) * s.expand(2, 1, 1, 1)).sum(0),
+    "stack, weighted, einsum": lambda x, h, s: torch.einsum(
+        "k,kbtd->btd", s.expand(2), torch.stack([x, h])
+    ),
+    "stack, weighted, matmul": lambda x, h, s: torch.stack([x, h], -1) @ s.expand(2),
+    "stack, weighted, tensordot": lambda x, h, s: torch.tensordot(
+        s.expand(2), torch.stack([x, h]), dims=1
+    ),
+    "cat.sum": lambda x, h, s: torch.cat([x[None], h.unsqueeze(0)]).sum(0),
+    "sum of a list": lambda x, h, s: sum([x, h]),
+    "_foreach_add": lambda x, h, s: torch._foreach_add([s, x], [s, h], alpha=0.5)[1],
+    "_foreach_sub": lambda x, h, s: torch._foreach_sub([x], [h]),
+    "_foreach_lerp": lambda x, h, s: torch._foreach_lerp([x], [h], 0.25)[0],
+    "_foreach_addcmul": lambda x, h, s: torch._foreach_addcmul([x], [h], [x.sin()], [2.0])[0],
+    "_foreach_add_": lambda x, h, s: (torch._foreach_add_([x], [h]), x * 2)[1],
+    "index_add": lambda x, h, s: x.view(-1, D).index_add(0, torch.arange(B * T), h.view(-1, D)),
+    "index_add_": lambda x, h, s: x.index_add_(1, torch.arange(T), h),
+    "scatter_add": lambda x, h, s: x.scatter_add(1, own_rows(x), h),
+    "index_put, accumulate": lambda x, h, s: x.index_put((torch.arange(B),), h, accumulate=True),
     "x + h, gated and normed": lambda x, h, s: (
         (y := x + h) * (y @ y.mT @ y) + F.layer_norm(y, (D,))
     ),
@@ -100,6 +146,24 @@ def state_space(x: Tensor, m: Model, sign: float = 1.0) -> Tensor:
     return (scanned.float()[:, :T] * F.silu(x @ gate)) @ out
 
 
+def recurrence(x: Tensor, m: Model) -> Tensor:
+    """A delta rule: a state that starts empty is decayed, and what it predicts is taken off."""
+    state, keys, values = torch.zeros(B, D, D), m.linears[0](x), m.linears[1](x)
+    for t in range(T):
+        k, v = keys[:, t, :, None], values[:, t, :, None]
+        state = state * gate(k) + k @ (v - state @ k).mT
+    return state
+
+
+def recurrent_cell(x: Tensor, m: Model) -> Tensor:
+    """A GRU that runs over tokens."""
+    h = x.new_zeros(B, D)
+    for t in range(T):
+        z = (m.linears[0](x[:, t]) + m.linears[1](h)).sigmoid()
+        h = (1 - z) * (m.linears[2](x[:, t]) + m.linears[1](h)).tanh() + z * h
+    return h
+
+
 # Adds that are no residual sites: (x, model) -> anything.
 LOOK_ALIKES: dict[str, Callable[[Tensor, Model], object]] = {
     "rope": lambda x, m: PreNorm.rope(m, m.branch(x)),
@@ -120,6 +184,20 @@ LOOK_ALIKES: dict[str, Callable[[Tensor, Model], object]] = {
     "state space": lambda x, m: state_space(x, m),
     "state space of a difference": lambda x, m: state_space(x, m, -1.0),
     "subtraction": lambda x, m: x - F.layer_norm(x, (D,)),
+    "recurrence": lambda x, m: recurrence(x, m),
+    "recurrent cell": lambda x, m: recurrent_cell(x, m),
+    "halves of a projection": lambda x, m: (
+        (y := m.branch(x).chunk(2, -1))[0] + y[1] @ y[1].mT @ y[1]
+    ),
+    "stacked experts": lambda x, m: torch.stack([m.linears[i](x) for i in range(3)]).sum(0),
+    "stacked states": lambda x, m: torch.stack([x, m.branch(x)]),
+    "a norm of stacked states": lambda x, m: torch.stack([x, m.branch(x)]).square().sum(0),
+    "stacked states, summed over tokens": lambda x, m: torch.stack([x, m.branch(x)]).sum(2),
+    "streams read out": lambda x, m: torch.stack(
+        [(y := torch.stack([x, x.sin()]))[0], m.branch(y[1])]
+    ).mean(0),
+    "buffer of rows": lambda x, m: torch.zeros_like(x).index_add(1, torch.arange(T), m.branch(x)),
+    "rows replaced": lambda x, m: x.index_put((torch.arange(B),), m.branch(x)),
 }
 
 

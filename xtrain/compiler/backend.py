@@ -14,8 +14,8 @@ from xtrain.compiler.seeds import ENTRY_ROOT, Seeds, is_entry, readable_path
 from xtrain.compiler.session import Session, SiteError
 from xtrain.compiler.swaps import compile_swapped, passes_of_normalised_graph, wanted
 from xtrain.passes import fx_utils
+from xtrain.passes.cut_adds import find_cut_adds
 from xtrain.passes.insert_residual_dropout import InsertResult, insert_residual_dropout
-from xtrain.passes.residual_sites import find_cut_adds
 
 
 class Backend:

@@ -18,7 +18,11 @@ ADD = frozenset({"add", "add_", "iadd", "__add__", "__iadd__", "__radd__"})
 IN_PLACE_ADD = frozenset({"add_", "iadd", "__iadd__"})
 MUL = frozenset({"mul", "mul_", "imul", "multiply", "__mul__", "__rmul__"})
 DIV = frozenset({"div", "div_", "truediv", "itruediv", "divide", "true_divide", "__truediv__"})
-DROPOUT = frozenset({"dropout", "dropout_", "native_dropout", "feature_dropout"})
+DROPOUT = frozenset(
+    "dropout dropout_ native_dropout dropout1d dropout2d dropout3d feature_dropout "
+    "feature_dropout_ alpha_dropout alpha_dropout_ feature_alpha_dropout feature_alpha_dropout_"
+    "".split()
+)
 IN_PLACE_SCALING = frozenset({"mul_", "imul", "__imul__", "div_", "itruediv", "__itruediv__"})
 # One value seen in another form: what a residual operand may pass through on its way to the add.
 VIEW_LIKE = frozenset(
@@ -44,7 +48,12 @@ VIEW_LIKE = frozenset(
         "squeeze",
         "unsqueeze",
         "transpose",
+        "swapaxes",
+        "swapdims",
         "permute",
+        "movedim",
+        "moveaxis",
+        "t",
         "convert_element_type",
     }
 )

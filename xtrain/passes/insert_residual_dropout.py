@@ -24,10 +24,13 @@ from torch import fx
 
 from xtrain.ops.dropout import FORWARD as DROPOUT_OP
 from xtrain.passes import fx_utils
-from xtrain.passes.residual_sites import ResidualSite, find_cut_adds, find_residual_sites
+from xtrain.passes.cut_adds import find_cut_adds
+from xtrain.passes.own_dropouts import is_masked_by_hand, is_random_mask, own_dropout, own_dropouts
+from xtrain.passes.residual_sites import ResidualSite, find_residual_sites
 from xtrain.passes.result import PassResult
+from xtrain.passes.spell_out_sums import spell_out_sums
 from xtrain.passes.sums import IN_PLACE_SUM, sum_operands
-from xtrain.passes.values import is_active_dropout, is_xtrain_op, own_dropout, peeled_chain
+from xtrain.passes.values import is_active_dropout, is_xtrain_op, peeled_chain
 
 SEEDS = "xtrain_seeds"
 # What may show the same memory under another name: casts and contiguous() do when they change none.
@@ -70,6 +73,10 @@ def insert_residual_dropout(
               existing: what to do where the model has an active dropout of its own.
     Returns:  InsertResult; its slots that are covered by "xtrain" are the rows of `xtrain_seeds`.
     """
+    module = graph.owning_module
+    assert module is not None
+    for part in dict.fromkeys(fx_utils.walk_graphs(module)):
+        spell_out_sums(part.graph)
     inserter = _Inserter(p, existing)
     slots = inserter.run(graph)
     result = InsertResult(num_matched=len(slots), slots=slots)
@@ -79,8 +86,6 @@ def insert_residual_dropout(
             result.skip("the model's own dropout stays")
         elif not slot.covered_by:
             result.skip(slot.reason)
-    module = graph.owning_module
-    assert module is not None
     for graph_module in fx_utils.walk_graphs(module):
         result.unseeded += _unseeded(graph_module.graph, inserter.residual_dropouts)
     return result
@@ -129,8 +134,8 @@ class _Inserter:
         while (own := own_dropout(branch, site.residual)) is not None:
             self.residual_dropouts.add(own)
             unread += reversed(_from_own(own, branch))
-            branch = _without(own, branch, site.add)
-        with graph.inserting_before(site.add):
+            branch = _without(own, branch, site.takers[0])
+        with graph.inserting_before(site.takers[0]):
             seeds = _seeds_input(graph)
             seed = _element(graph, seeds, 2 * row)
             offset = _element(graph, seeds, 2 * row + 1)
@@ -139,7 +144,8 @@ class _Inserter:
         dropped.meta["nn_module_stack"] = site.add.meta.get("nn_module_stack")
         _set_value(dropped, torch.empty_like(meta, memory_format=torch.contiguous_format))
         later = _readers_of_the_sum(site)
-        site.add.replace_input_with(site.branch, dropped)
+        for taker in site.takers:
+            taker.replace_input_with(site.branch, dropped)
         for reader in later:
             reader.replace_input_with(site.branch, site.add)
         _erase_unread(unread)
@@ -246,6 +252,12 @@ def _hazard(site: ResidualSite) -> str:
     """
     if _writes_into_branch(site) and _is_seen_through_a_view(site):
         return "the add writes into the branch, which others see through a view"
+    by_hand = [n for n in own_dropouts(site.branch, site.residual) if is_masked_by_hand(n)]
+    if by_hand:
+        return (
+            f"the model's own dropout is a mask written by hand ({by_hand[0].name}), which cannot "
+            "be replaced; set its probability to 0, or pass existing='skip'"
+        )
     if site.own is not None:
         after_own = _from_own(site.own, site.branch)[1:]
         if any(_writes_in_place(n) for n in after_own):
@@ -300,15 +312,18 @@ def _from_own(own: fx.Node, branch: fx.Node) -> list[fx.Node]:
     return list(found)
 
 
-def _without(own: fx.Node, branch: fx.Node, add: fx.Node) -> fx.Node:
+def _without(own: fx.Node, branch: fx.Node, taker: fx.Node) -> fx.Node:
     """Return the branch without the model's own dropout.
 
     What follows it is copied, so that other readers of the dropped value keep it.
     """
     copies: dict[fx.Node, fx.Node] = {own: fx_utils.operand(own, 0, "input")}
     for node in _from_own(own, branch)[1:]:
-        with add.graph.inserting_before(add):
-            copies[node] = add.graph.node_copy(node, lambda n: copies.get(n, n))
+        if fx_utils.op_name(own) == "native_dropout" and node.all_input_nodes == [own]:
+            copies[node] = copies[own]  # of the pair, what is dropped and not the mask
+            continue
+        with taker.graph.inserting_before(taker):
+            copies[node] = taker.graph.node_copy(node, lambda n: copies.get(n, n))
     return copies[branch]
 
 
@@ -322,11 +337,14 @@ def _erase_unread(nodes: list[fx.Node]) -> None:
 def _unseeded(graph: fx.Graph, residual: set[fx.Node]) -> list[str]:
     """Active dropout of the model's that is no residual site: attention, embeddings."""
     found = []
+    draws = any(is_random_mask(node) for node in graph.nodes)
     for node in graph.nodes:
         where = fx_utils.module_path(node) or "the model"
         name = fx_utils.op_name(node)
         if is_active_dropout(node) and not is_xtrain_op(node) and node not in residual:
             found.append(f"{name} in {where}")
+        elif draws and node not in residual and is_masked_by_hand(node):
+            found.append(f"a mask written by hand ({name}) in {where}")
         elif name in _ATTENTION_P:
             p = fx_utils.operand(node, _ATTENTION_P[name], "dropout_p", default=0.0)
             active = fx_utils.operand(node, 13, "training", default=True) is not False

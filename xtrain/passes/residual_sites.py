@@ -1,8 +1,8 @@
 """Find the residual sites of a graph: where a branch is added back onto the stream that it read.
 
-A site is one addend b of a float sum (an add, a difference, a lerp or an addcmul), all of one
-shape, such that another addend r (seen through casts, views and scaling) is an ancestor of b and a
-contraction lies on the way:
+A site is one addend b of a float sum (sums.py says what counts as one), all of one shape, such that
+another addend r is an ancestor of b and a contraction lies on the way. r is seen through casts,
+views and scaling, and, where that finds no branch, under gates and as a part of a value (roots.py):
 
     h = rms_norm(x); h = linear(silu(linear(h)));  y = x + h          r = x, b = h
 
@@ -14,6 +14,7 @@ What the rules keep out, and which rule does it:
     short convolutions of keys and values (k + conv(k))                 depthwise: no contraction
     a position bias that every layer adds to its scores (T5)            only softmax reads the sum
     a state space's output and the skip of its input (Mamba)            only a gate reads the sum
+    a decayed state and what is added to it (delta rules, recurrent cells)  it started as zeros
     losses and router terms                                             scalars, not [.., D] values
 Post-dominance is not asked for: an auxiliary router loss bypasses the stream.
 """
@@ -28,17 +29,17 @@ from torch import fx
 
 from xtrain.passes import fx_utils
 from xtrain.passes.branch_kind import branch_kind
+from xtrain.passes.own_dropouts import own_dropout
+from xtrain.passes.roots import gated_roots, is_fresh, wholes
+from xtrain.passes.stacks import stack_summed_by
 from xtrain.passes.sum_readers import is_read_by_a_gate_alone, is_read_by_softmax_alone
-from xtrain.passes.sums import SUM, sum_operands
+from xtrain.passes.sums import Blend, blend, held_operands, is_sum, sum_operands
 from xtrain.passes.values import (
     carried_chain,
     filled_buffer,
     is_absent_dropout,
-    is_parameter,
-    own_dropout,
     parameters_read_by,
     peel,
-    same_shape,
 )
 
 
@@ -46,12 +47,13 @@ from xtrain.passes.values import (
 class ResidualSite:
     """One branch that joins the residual stream, as found in a graph.
 
-    add:       the add that `branch` is an operand of.
+    add:       the add that `branch` is an operand of, or the stack that is summed.
     branch:    the addend that dropout belongs on.
     residual:  the addend that carries the stream.
     kind:      "attention", "cross_attention" or "feed_forward", read off the branch's own ops.
     own:       an active dropout that the model itself has on this branch, or None.
     path:      source name of the module whose code adds, "" for a frame's own code.
+    takers:    the nodes that take the branch: the add, and the difference of a blend h + c (x - h).
     witnesses: parameters that the branch multiplies by, nearest the add first: who owns them is
                who owns the site, also in a graph that several layers share.
     """
@@ -62,6 +64,7 @@ class ResidualSite:
     kind: str
     own: fx.Node | None
     path: str
+    takers: tuple[fx.Node, ...]
     witnesses: tuple[fx.Node, ...]
 
 
@@ -84,6 +87,10 @@ def _finder_of(calls: Sequence[fx.Node]) -> _Finder | None:
     return finder
 
 
+# An addend, with the node that takes it: the add itself, or the stack that a sum is made over.
+Held = tuple[fx.Node, fx.Node]
+
+
 class _Finder:
     def __init__(self, graph: fx.Graph, outer: _Finder | None = None, call: fx.Node | None = None):
         self.graph = graph
@@ -95,6 +102,8 @@ class _Finder:
         self.order = {node: position for position, node in enumerate(graph.nodes)}
         # sum -> the values that it carries: itself and all addends, but for branches (the stream)
         self.stream: dict[fx.Node, set[fx.Node]] = {}
+        self.states: set[fx.Node] = set()
+        self.blends: dict[fx.Node, Blend] = {}
         self.bodies: dict[fx.GraphModule, _Finder] = {}
         # fresh buffer -> the nodes that fill it in place
         self.writes: dict[fx.Node, list[fx.Node]] = {}
@@ -103,25 +112,20 @@ class _Finder:
                 self.writes.setdefault(buffer, []).append(node)
 
     def run(self) -> list[ResidualSite]:
+        self._find_blends()
+        inner = {found.inner for found in self.blends.values()}
         sites: list[ResidualSite] = []
         for node in self.graph.nodes:
-            if self.is_candidate(node) and self._outer_add(node) is None:
+            if is_sum(node) and node not in inner and self._outer_add(node) is None:
                 sites.extend(self._sites_of(node))
         return sites
 
-    def is_candidate(self, node: fx.Node) -> bool:
-        """An add of two tensors of the result's shape, floating point, more than a scalar."""
-        if fx_utils.op_name(node) not in SUM:
-            return False
-        result = fx_utils.tensor_meta(node)
-        if result is None or not result.dtype.is_floating_point or result.ndim < 2:
-            return False
-        return all(
-            (o := fx_utils.tensor_meta(a)) is not None
-            and o.dtype.is_floating_point
-            and same_shape(a, node)
-            for a in sum_operands(node)
-        )
+    def _find_blends(self) -> None:
+        """Note where the operand that a blend takes twice is the branch: both must be dropped."""
+        for node in self.graph.nodes:
+            found = blend(node)
+            if found and self._branches_from(peel(found.other), [(node, found.twice)]):
+                self.blends[node] = found
 
     def _outer_add(self, node: fx.Node) -> fx.Node | None:
         """The add that this one is only a link of: single use, same module.
@@ -135,51 +139,73 @@ class _Finder:
         users = list(node.users)
         while len(users) == 1 and is_absent_dropout(users[0]):
             users = list(users[0].users)
-        if len(users) != 1 or not self.is_candidate(users[0]):
+        if len(users) != 1 or not is_sum(users[0]):
             return None
-        if any(a is b for a, b in map(sum_operands, (node, users[0]))):
+        if any(len(set(sum_operands(n))) == 1 for n in (node, users[0])):
             return None
+        if stack_summed_by(node) is not None:
+            return None  # what is stacked to be summed joins as one, scaled by its weights
         same_module = fx_utils.module_path(users[0]) == fx_utils.module_path(node)
         return users[0] if same_module else None
 
     def _addends(self, add: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-        """The (add, operand) pairs of a chain of single-use adds, left to right."""
-        for operand in sum_operands(add):
+        """The (holder, operand) pairs of a chain of single-use adds, left to right."""
+        if add in self.blends:
+            twice, other, inner = self.blends[add]
+            yield from ((add, twice), (inner, other))
+            return
+        for holder, operand in held_operands(add):
             assert isinstance(operand, fx.Node)
             link = operand
             while is_absent_dropout(link):
                 link = fx_utils.operand(link, 0, "input")
-            if self.is_candidate(link) and self._outer_add(link) is add:
+            if is_sum(link) and self._outer_add(link) is add:
                 yield from self._addends(link)
             else:
-                yield add, operand
+                yield holder, operand
 
     def _sites_of(self, top: fx.Node) -> list[ResidualSite]:
         addends = list(self._addends(top))
-        residual, branches = self._best_residual(addends)
+        residual, root, branches = self._best_residual(addends)
         on_branch = {node for _, node in branches}
         others = [node for _, node in addends if node not in on_branch]
+        if root is not None:
+            others.append(root)
         self.stream[top] = {top}.union(*map(self._carried, others))
         if residual is None or is_read_by_softmax_alone(top) or is_read_by_a_gate_alone(top):
+            if any(map(self._is_state, (r for _, o in addends for r in gated_roots(o)))):
+                self.states.add(top)
             return []
-        return [self._describe(add, branch, residual) for add, branch in branches]
+        assert root is not None
+        return [self._describe(add, branch, residual, root) for add, branch in branches]
+
+    def _is_state(self, root: fx.Node) -> bool:
+        """Whether a value is a recurrence's: it starts empty, and is decayed before each sum."""
+        return is_fresh(root) or root in self.states
 
     def _best_residual(
-        self, addends: list[tuple[fx.Node, fx.Node]]
-    ) -> tuple[fx.Node | None, list[tuple[fx.Node, fx.Node]]]:
-        """The addend that most of the others are branches of, and those."""
-        residual: fx.Node | None = None
-        most: list[tuple[fx.Node, fx.Node]] = []
-        for _, operand in addends:
-            others = [(add, node) for add, node in addends if node is not operand]
-            branches = self._branches_from(peel(operand), others)
-            if len(branches) > len(most):
-                residual, most = operand, branches
-        return residual, most
+        self, addends: list[Held]
+    ) -> tuple[fx.Node | None, fx.Node | None, list[Held]]:
+        """The addend that most of the others are branches of, its value, and those.
 
-    def _branches_from(
-        self, root: fx.Node, operands: list[tuple[fx.Node, fx.Node]]
-    ) -> list[tuple[fx.Node, fx.Node]]:
+        First each addend's own value is tried; then what it holds under a gate, or is a part of,
+        in running order: of two that read each other, the first is the stream.
+        """
+        candidates = [(operand, peel(operand)) for _, operand in addends]
+        hidden = [(o, r) for _, o in addends for r in gated_roots(o) if not self._is_state(r)]
+        hidden += [(o, r) for _, o in addends for r in wholes(o)]
+        candidates += sorted(hidden, key=lambda pair: self.order[pair[1]])
+        residual: fx.Node | None = None
+        value: fx.Node | None = None
+        most: list[Held] = []
+        for operand, root in candidates:
+            others = [(add, node) for add, node in addends if node is not operand]
+            branches = self._branches_from(root, others)
+            if len(branches) > len(most):
+                residual, value, most = operand, root, branches
+        return residual, value, most
+
+    def _branches_from(self, root: fx.Node, operands: list[Held]) -> list[Held]:
         """The operands that depend on `root` through a contraction and do not carry it."""
         if root.op in ("get_attr", "output") or not operands:
             return []
@@ -265,8 +291,9 @@ class _Finder:
         outside = [o for p, o in operands.items() if p in inside and isinstance(o, fx.Node)]
         return set().union(*map(self._carried, outside))
 
-    def _describe(self, add: fx.Node, branch: fx.Node, residual: fx.Node) -> ResidualSite:
-        root = peel(residual)
+    def _describe(
+        self, add: fx.Node, branch: fx.Node, residual: fx.Node, root: fx.Node
+    ) -> ResidualSite:
         reached = self._reach(root, self.order[add])
         members = self._between(root, branch, reached)
         if self.outer is not None and root in self.operands:
@@ -279,6 +306,7 @@ class _Finder:
             kind=branch_kind(members, reached),
             own=own_dropout(branch, residual),
             path=fx_utils.module_path(add),
+            takers=(self.blends[add].inner, add) if add in self.blends else (add,),
             witnesses=tuple(parameters_read_by(members)),
         )
 
@@ -290,9 +318,10 @@ class _Finder:
         A sum that carries the root is the stream as well: what was added to it is another branch.
         """
         found, pending = {branch}, [branch]
+        roots = {root, *wholes(root)}
         while pending:
             for source in self._sources(pending.pop()):
-                is_stream = source is root or root in self.stream.get(source, ())
+                is_stream = source is root or not roots.isdisjoint(self.stream.get(source, ()))
                 if source in reached and source not in found and not is_stream:
                     found.add(source)
                     pending.append(source)
@@ -314,48 +343,3 @@ class _Finder:
             if operand in reached and operand is not source:
                 found += self.outer._between(source, operand, reached)
         return list(dict.fromkeys(found)), reached
-
-
-def find_cut_adds(graph: fx.Graph) -> list[fx.Node]:
-    """Return adds of a graph piece that look like sites whose other half lies in another piece.
-
-    One operand is an activation that enters the piece, the other is or comes from another one and
-    not from the first: after a graph break inside a branch, that is what its residual add is.
-    """
-    finder = _Finder(graph)
-    found = []
-    for add in graph.nodes:
-        if not finder.is_candidate(add):
-            continue
-        first, second = sum_operands(add)
-        for residual, branch in ((first, second), (second, first)):
-            root = peel(residual)
-            if _is_activation_input(root) and _depends_on_other_input(branch, root):
-                found.append(add)
-                break
-    return found
-
-
-def _is_activation_input(node: fx.Node) -> bool:
-    meta = fx_utils.tensor_meta(node)
-    return (
-        node.op == "placeholder"
-        and meta is not None
-        and meta.dtype.is_floating_point
-        and meta.ndim >= 2
-        and not is_parameter(node)
-    )
-
-
-def _depends_on_other_input(branch: fx.Node, root: fx.Node) -> bool:
-    seen, pending = {branch}, [branch]
-    others = False
-    while pending:
-        node = pending.pop()
-        if node is root:
-            return False
-        others |= _is_activation_input(node)
-        new = [n for n in node.all_input_nodes if n not in seen]
-        seen.update(new)
-        pending += new
-    return others

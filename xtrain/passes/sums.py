@@ -1,44 +1,95 @@
-"""What counts as a sum of two addends: adds, differences, and the fused forms lerp and addcmul.
+"""What counts as a sum of addends: adds and differences, fused forms, sums over stacked values.
 
 torch.lerp(x, h, w)            x + w * (h - x)      addends x and h
 torch.addcmul(x, g, h)         x + value * g * h    addends x and the computed factor
+torch.addcdiv(x, h, g)         x + value * h / g    addends x and h
 torch.rsub(h, x)               x - h                addends h and x
+x.index_add(0, i, h)           x[i] += h            addends x and h, also of other shapes
+torch.stack((x, h)).sum(0)     x + h                addends x and h; mean, weights and einsum too
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import fx
 
 from xtrain.passes import fx_utils
-from xtrain.passes.values import SUB, depends_on_contraction, own_dropout, same_shape
+from xtrain.passes.own_dropouts import own_dropout
+from xtrain.passes.stacks import stack_summed_by, stacked_values
+from xtrain.passes.values import SUB, depends_on_contraction, same_shape
 
 _LERP = frozenset({"lerp", "lerp_"})
 _ADDCMUL = frozenset({"addcmul", "addcmul_"})
+_ADDCDIV = frozenset({"addcdiv", "addcdiv_"})
+# Where an op that adds to parts of its first operand takes what it adds.
+_SCATTERED = {"index_add": (3, "source"), "scatter_add": (3, "src"), "index_put": (2, "values")}
+_SCATTERED |= {f"{name}_": where for name, where in _SCATTERED.items()}
 # x - f(x) is a residual sum too.
-SUM = fx_utils.ADD | SUB | _LERP | _ADDCMUL
-IN_PLACE_SUM = fx_utils.IN_PLACE_ADD | {"sub_", "isub", "__isub__", "lerp_", "addcmul_"}
+_PAIR = fx_utils.ADD | SUB | _LERP | _ADDCMUL | _ADDCDIV
+IN_PLACE_SUM = fx_utils.IN_PLACE_ADD | {"sub_", "isub", "__isub__", "lerp_", "addcmul_", "addcdiv_"}
+IN_PLACE_SUM |= {name for name in _SCATTERED if name.endswith("_")}
 
 
-def sum_operands(node: fx.Node) -> tuple[Any, Any]:
-    """Return the two operands of a sum that may be stream and branch.
+def is_sum(node: fx.Node) -> bool:
+    """Whether a node adds tensors of its own shape, floating point, of two dimensions or more."""
+    result = fx_utils.tensor_meta(node)
+    if result is None or not result.dtype.is_floating_point or result.ndim < 2:
+        return False
+    operands = sum_operands(node)
+    scattered = operands[1:] if fx_utils.op_name(node) in _SCATTERED else ()
+    return len(operands) > 1 and all(
+        (o := fx_utils.tensor_meta(a)) is not None
+        and o.dtype.is_floating_point
+        and (same_shape(a, node) or a in scattered)
+        for a in operands
+    )
+
+
+def sum_operands(node: fx.Node) -> tuple[Any, ...]:
+    """Return the operands of a sum that may be stream and branches, () for any other node.
 
     A factor of addcmul stands for the product: a dropped factor drops the product. None in the
     place of an operand that the node takes twice, since it cannot be replaced by itself.
     """
+    return tuple(operand for _, operand in held_operands(node))
+
+
+def held_operands(node: fx.Node) -> list[tuple[fx.Node, Any]]:
+    """Return the operands of a sum, each with the node that takes it: a stack, or the sum."""
     name = fx_utils.op_name(node)
+    if name in _PAIR:
+        return [(node, operand) for operand in _pair(node, name)]
+    if name in _SCATTERED:
+        return [(node, operand) for operand in _scattered_pair(node, name)]
+    stack = stack_summed_by(node)
+    return [] if stack is None else stacked_values(stack, node)
+
+
+def _pair(node: fx.Node, name: str) -> tuple[Any, Any]:
     if name in _ADDCMUL:
         first = fx_utils.operand(node, 0, "input", "self")
-        second = _product_operand(node, first)
-    elif name in _LERP:
+        return first, _product_operand(node, first)
+    if name in _ADDCDIV:
+        first, second = (
+            fx_utils.operand(node, 0, "input", "self"),
+            fx_utils.operand(node, 1, "tensor1"),
+        )
+        return first, None if second is fx_utils.operand(node, 2, "tensor2") else second
+    if name in _LERP:
         first, second = fx_utils.operand(node, 0, "input", "self"), fx_utils.operand(node, 1, "end")
         weight = fx_utils.operand(node, 2, "weight")
         if isinstance(weight, fx.Node) and weight in (first, second):
             return None, None
-    else:
-        first, second = fx_utils.add_operands(node)
-    return first, second
+        return first, second
+    return fx_utils.add_operands(node)
+
+
+def _scattered_pair(node: fx.Node, name: str) -> tuple[Any, ...]:
+    if name.startswith("index_put") and not fx_utils.operand(node, 3, "accumulate", default=False):
+        return ()
+    position, named = _SCATTERED[name]
+    return fx_utils.operand(node, 0, "input", "self"), fx_utils.operand(node, position, named)
 
 
 def _product_operand(node: fx.Node, residual: fx.Node) -> fx.Node | None:
@@ -53,3 +104,30 @@ def _product_operand(node: fx.Node, residual: fx.Node) -> fx.Node | None:
     whole = [f for f in whole if depends_on_contraction(f)]
     dropped = [f for f in whole if own_dropout(f, residual) is not None]
     return next(iter(dropped + whole), None)
+
+
+class Blend(NamedTuple):
+    """h + c * (x - h), which is lerp(h, x, c): h stands in the sum and in a difference."""
+
+    twice: fx.Node
+    other: fx.Node
+    inner: fx.Node
+
+
+def blend(node: fx.Node) -> Blend | None:
+    """Read a sum as a blend, None where it is none or where others read its parts."""
+    if fx_utils.op_name(node) not in fx_utils.ADD | SUB:
+        return None
+    first, second = fx_utils.add_operands(node)
+    for value, product in ((first, second), (second, first)):
+        if not isinstance(product, fx.Node) or len(product.users) != 1:
+            continue
+        if fx_utils.op_name(product) not in fx_utils.MUL | fx_utils.DIV:
+            continue
+        for inner in product.all_input_nodes:
+            if fx_utils.op_name(inner) not in SUB or len(inner.users) != 1:
+                continue
+            one, two = fx_utils.add_operands(inner)
+            if one is not two and value in (one, two) and is_sum(node) and is_sum(inner):
+                return Blend(value, two if one is value else one, inner)
+    return None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -11,6 +12,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from xtrain.passes import fx_utils
 
 SUB = frozenset({"sub", "sub_", "isub", "subtract", "__sub__", "__isub__", "__rsub__"}) | {"rsub"}
+_TRANSPOSED = frozenset({"T", "mT"})
 _NEGATION = frozenset({"neg", "negative", "__neg__"})
 
 
@@ -28,11 +30,35 @@ def peeled_chain(node: fx.Node) -> list[fx.Node]:
 
 
 def carried_chain(node: fx.Node) -> list[fx.Node]:
-    """Return node, then what it is a form of, as `peeled_chain`, seen through norms besides."""
+    """Return node, then what it is a form, a norm or a part of, down to what computes."""
     chain = [node]
-    while (inner := _through(chain[-1]) or _normed(chain[-1])) is not None:
+    while (inner := form_or_norm_of(chain[-1]) or part_of(chain[-1])) is not None:
         chain.append(inner)
     return chain
+
+
+def form_or_norm_of(node: fx.Node) -> fx.Node | None:
+    """The value that a node shows in another form, or normed."""
+    return _through(node) or _normed(node)
+
+
+_CUTS = frozenset({"chunk", "split", "tensor_split", "split_with_sizes"})
+_PARTS = frozenset({"slice", "narrow"})
+
+
+def part_of(node: fx.Node) -> fx.Node | None:
+    """The tensor that a node is a part of, of as many dims: a slice, a chunk.
+
+    A row of stacked values (select, x[0]) is a value of its own.
+    """
+    name = fx_utils.op_name(node)
+    source = fx_utils.operand(node, 0, "input", "self", "tensor")
+    if name == "getitem" and isinstance(source, fx.Node) and fx_utils.op_name(source) in _CUTS:
+        source = fx_utils.operand(source, 0, "input", "self", "tensor")
+    elif name != "getitem" and name not in _PARTS:
+        return None
+    part, whole = fx_utils.tensor_meta(node), fx_utils.tensor_meta(source)
+    return source if part is not None and whole is not None and part.ndim == whole.ndim else None
 
 
 _NORMS = frozenset({"layer_norm", "rms_norm", "native_layer_norm", "_fused_rms_norm"})
@@ -69,7 +95,8 @@ def _through(node: fx.Node) -> fx.Node | None:
     """
     name = fx_utils.op_name(node)
     value = fx_utils.operand(node, 0, "input", "self")
-    if name in fx_utils.VIEW_LIKE or name in fx_utils.DROPOUT or name in _NEGATION:
+    is_view = name in fx_utils.VIEW_LIKE or (name == "getattr" and node.args[1] in _TRANSPOSED)
+    if is_view or name in fx_utils.DROPOUT or name in _NEGATION:
         return value if isinstance(value, fx.Node) else None
     is_division = name in fx_utils.DIV and "rounding_mode" not in node.kwargs
     if is_division or name in fx_utils.MUL or name in fx_utils.ADD:
@@ -96,10 +123,14 @@ def _scaled_operand(value: object, factor: object) -> fx.Node | None:
 def same_shape(a: object, b: object) -> bool:
     """Compare shapes without adding a guard: symbols are equal where that is known already."""
     first, second = fx_utils.tensor_meta(a), fx_utils.tensor_meta(b)
-    if first is None or second is None or first.ndim != second.ndim:
-        return False
-    pairs = zip(first.shape, second.shape, strict=True)
-    return all(statically_known_true(m == n) for m, n in pairs)
+    return first is not None and second is not None and same_sizes(first.shape, second.shape)
+
+
+def same_sizes(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Compare sizes without adding a guard."""
+    return len(a) == len(b) and all(
+        statically_known_true(m == n) for m, n in zip(a, b, strict=True)
+    )
 
 
 def depends_on_contraction(node: fx.Node) -> bool:
@@ -113,30 +144,6 @@ def depends_on_contraction(node: fx.Node) -> bool:
     return False
 
 
-# What a dropped value stays on its way to the add, beside its forms and norms.
-_KEEPS_DROPPED = fx_utils.MUL | fx_utils.DIV | {"getitem", "slice", "narrow", "chunk", "split"}
-_KEEPS_DROPPED |= {"masked_fill", "masked_fill_", "where"}
-
-
-def own_dropout(branch: fx.Node, residual: fx.Node) -> fx.Node | None:
-    """Return the model's own active dropout on a branch, the nearest to its end, or None.
-
-    A gate, a mask, a slice or a norm may follow it; no contraction and no stream lies between.
-    """
-    seen = {branch, *peeled_chain(residual)}
-    pending = [branch]
-    for node in pending:
-        if is_active_dropout(node):
-            return node
-        inner = _through(node) or _normed(node)
-        sources = [] if inner is None else [inner]
-        if inner is None and fx_utils.op_name(node) in _KEEPS_DROPPED:
-            sources = node.all_input_nodes
-        pending += (new := [n for n in sources if n not in seen])
-        seen.update(new)
-    return None
-
-
 def is_active_dropout(node: fx.Node) -> bool:
     """Return whether a node drops elements in this graph; F.dropout with p = 0 counts as absent."""
     if fx_utils.op_name(node) not in fx_utils.DROPOUT:
@@ -144,13 +151,15 @@ def is_active_dropout(node: fx.Node) -> bool:
     if is_xtrain_op(node):
         return True
     p = fx_utils.operand(node, 1, "p", default=0.5)
-    training = fx_utils.operand(node, 2, "training", "train", default=True)
+    by_default = "alpha" not in fx_utils.op_name(node)
+    training = fx_utils.operand(node, 2, "training", "train", default=by_default)
     return bool(p) and training is not False
 
 
 def is_absent_dropout(node: fx.Node) -> bool:
-    """Return whether a node is a dropout that hands its operand on as it is."""
-    return fx_utils.op_name(node) in fx_utils.DROPOUT and not is_active_dropout(node)
+    """Return whether a node is a dropout that hands its operand on as it is (not in a pair)."""
+    name = fx_utils.op_name(node)
+    return name in fx_utils.DROPOUT - {"native_dropout"} and not is_active_dropout(node)
 
 
 def is_xtrain_op(node: fx.Node) -> bool:
@@ -177,7 +186,7 @@ def made_of_parameters(node: fx.Node, depth: int = 8) -> bool:
     return bool(inputs) and all(made_of_parameters(n, depth - 1) for n in inputs)
 
 
-_BUFFERS = frozenset({"zeros", "zeros_like", "new_zeros", "empty", "empty_like", "new_empty"})
+BUFFERS = frozenset({"zeros", "zeros_like", "new_zeros", "empty", "empty_like", "new_empty"})
 
 
 def filled_buffer(node: fx.Node) -> fx.Node | None:
@@ -189,7 +198,7 @@ def filled_buffer(node: fx.Node) -> fx.Node | None:
     name = fx_utils.op_name(node)
     writes = name == "setitem" or (name.endswith("_") and not name.endswith("__"))
     target = fx_utils.operand(node, 0, "input", "self") if writes else None
-    is_fresh = isinstance(target, fx.Node) and fx_utils.op_name(target) in _BUFFERS
+    is_fresh = isinstance(target, fx.Node) and fx_utils.op_name(target) in BUFFERS
     return target if is_fresh else None
 
 
