@@ -64,6 +64,22 @@ def test_ten_deterministic_steps_are_five_and_five(runner):
                 assert torch.equal(tensor, one[group][key]), (group, key)
 
 
+@pytest.mark.parametrize("compiled", ["--compile", "--no-compile"])
+def test_twenty_deterministic_steps_are_equal(runner, compiled):
+    """Row C58: losses and weights, with cold and with warm compile caches."""
+    from torch._inductor.utils import fresh_cache
+
+    flags = (*FLAGS, compiled, "--steps=20", "--deterministic")
+    with fresh_cache():
+        for name in ("cold", "warm"):
+            torch._dynamo.reset()
+            assert runner(f"--name={name}", *flags) == 0
+    assert runner.losses("warm") == runner.losses("cold") and len(runner.losses("cold")) == 20
+    cold, warm = newest(runner, "cold").tensors, newest(runner, "warm").tensors
+    for group, tensors in warm.items():
+        assert all(torch.equal(tensor, cold[group][key]) for key, tensor in tensors.items()), group
+
+
 def test_first_losses_are_those_of_the_cpu(runner):
     """One seed: the same weights, batches and masks on both; fp32 differs by rounding alone."""
     for device in ("cpu", "cuda"):
