@@ -143,13 +143,14 @@ def run_compare(args: argparse.Namespace) -> int:
 def _compare_training(args: argparse.Namespace) -> int:
     from dataclasses import asdict
 
+    from xtrain.drift.report import plain
     from xtrain.drift.training_folder import as_text, compare_training
 
     comparison = compare_training(args.a, args.b)
     if args.html:
         raise DriftError("there is no page for training runs; leave out --html")
     values = {**asdict(comparison), "exit_code": comparison.exit_code}
-    deliver(args.json, lambda: values, lambda: as_text(comparison))
+    deliver(args.json, lambda: plain(values), lambda: as_text(comparison))
     return comparison.exit_code
 
 
@@ -171,6 +172,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run(args)
     except DriftError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return BAD_INPUT
+    except OSError as error:  # what may not be read, or whose name is no name
+        print(f"error: cannot read {error.filename}: {error.strerror}", file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)

@@ -79,6 +79,15 @@ def _is_key(value: Any) -> bool:
     return listed(is_text, 3)(value) and value[2] in DTYPES
 
 
+def is_row(value: Any) -> bool:
+    """Return whether a value is a fingerprint of a training step."""
+    if not isinstance(value, list) or len(value) != 7:
+        return False
+    *names, dtype, shape, mark, statistics = value
+    fits = listed(is_text, 3)(names) and one_of(list(DTYPES))(dtype) and _is_hash(mark)
+    return fits and listed(is_count)(shape) and listed(is_number, 4)(statistics)
+
+
 def _positive(value: Any) -> bool:
     return is_count(value) and value > 0
 

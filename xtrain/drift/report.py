@@ -36,7 +36,7 @@ def as_text(comparison: Comparison) -> str:
 def as_json(comparison: Comparison) -> dict[str, Any]:
     """Return the report as JSON holds it; infinities and NaN are text."""
     first = comparison.first_divergence
-    return _plain(
+    return plain(
         {
             "exit_code": comparison.exit_code,
             "verdict": comparison.verdict,
@@ -245,11 +245,12 @@ def _margin_values(found: Margins | None) -> dict[str, Any] | None:
     return None if found is None else {**vars(found), "loops": [vars(x) for x in found.loops]}
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Return values as JSON holds them: lists, and text for what is not finite."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +15,41 @@ from typing import Any, NamedTuple
 
 import xxhash
 
+from xtrain.drift import strict_json
 from xtrain.drift.align import align
 from xtrain.drift.errors import DriftError
+from xtrain.drift.record_fields import (
+    Check,
+    check_fields,
+    damaged,
+    is_count,
+    is_number,
+    is_row,
+    is_text,
+    listed,
+    one_of,
+)
 from xtrain.drift.record_folder import OpKey
 
 FORMAT = "xtrain.drift.training"
 VERSION = 1
+STEP_FILE = re.compile(r"step_(\d{8,18})\.json")
 SAME, DIFFERENT, NOT_COMPARABLE = 0, 1, 4
+
+
+START: dict[str, Check] = {
+    "format": one_of([FORMAT]),
+    "version": is_count,
+    "rank": is_count,
+    "environment": lambda value: isinstance(value, dict),
+    "weights": listed(is_text),
+}
+STEP: dict[str, Check] = {
+    "step": is_count,
+    "rank": is_count,
+    "loss": is_number,
+    "rows": listed(is_row),
+}
 
 
 class Row(NamedTuple):
@@ -62,6 +91,8 @@ class TrainingComparison:
     first_divergence: TrainingDivergence | None
     losses: list[tuple[int, int, Any, Any]]  # rank, step, loss of a, loss of b
     num_rows: int
+    alone: tuple[Sequence[int], Sequence[int]] = ((), ())  # steps that a has and b has not, and b's
+    num_unmatched: int = 0  # results of common steps that one run alone has
 
     @property
     def exit_code(self) -> int:
@@ -108,7 +139,10 @@ def compare_training(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Tr
         if found is None:
             raise DriftError(f"{path} holds no fingerprints; train with --drift-every N")
     left, right = (_ranks(folder) for folder in folders if folder is not None)
-    starts = [_read(ranks[0] / "start.json") for ranks in (left, right)]
+    starts = []
+    for ranks in (left, right):
+        every = [_read_start(folder, rank) for rank, folder in enumerate(ranks)]
+        starts.append(every[0])
     environments = [start["environment"] for start in starts]
     changes = [
         (name, environments[0].get(name), environments[1].get(name))
@@ -130,43 +164,59 @@ def _compare_ranks(
 ) -> TrainingComparison:
     found: list[TrainingDivergence] = []
     losses: list[tuple[int, int, Any, Any]] = []
-    num_rows = 0
-    common: set[int] = set()
+    num_rows = num_unmatched = 0
+    alone: tuple[set[int], set[int]] = set(), set()
     for rank, (x, y) in enumerate(zip(left, right, strict=True)):
         last_equal = None
-        common = _steps(x) & _steps(y)
-        for step in sorted(common):
-            one, other = (_read(step_file(folder, step)) for folder in (x, y))
+        steps = _steps(x), _steps(y)
+        alone[0].update(steps[0] - steps[1])
+        alone[1].update(steps[1] - steps[0])
+        for step in sorted(steps[0] & steps[1]):
+            one, other = (_read_step(folder, step, rank) for folder in (x, y))
             losses.append((rank, step, one["loss"], other["loss"]))
             num_rows += len(one["rows"])
-            divergence = _first_row(one, other, step, rank, last_equal)
+            divergence, num = _first_row(one, other, step, rank, last_equal)
+            num_unmatched += num
             if divergence is not None:
                 found.append(divergence)
                 break
             last_equal = step
     first = min(found, key=lambda d: (d.step, d.rank), default=None)
     reason = None
-    if not common:
+    if not losses:
         reason = "no step was recorded in both; use the same --drift-every"
     elif first is not None and first.kind == "input":
         reason = f"other data: the {first.module_path} of step {first.step} differ"
     elif first is not None and first.kind == "weight" and first.step == 0 and "before" in first.op:
         reason = f"other initial weights: {first.module_path}"
-    return TrainingComparison(reason, changes, first, losses, num_rows)
+    sides = sorted(alone[0]), sorted(alone[1])
+    return TrainingComparison(reason, changes, first, losses, num_rows, sides, num_unmatched)
 
 
 def _first_row(
     a: dict[str, Any], b: dict[str, Any], step: int, rank: int, last_equal: int | None
-) -> TrainingDivergence | None:
+) -> tuple[TrainingDivergence | None, int]:
+    """Return the first difference of a step, and how many results have no partner."""
     rows_a, rows_b = ([Row(*row) for row in step["rows"]] for step in (a, b))
     keys = [
         tuple(OpKey(r.path, f"{r.kind} {r.op}", r.dtype) for r in rows) for rows in (rows_a, rows_b)
     ]
-    for i, j in align(*keys).pairs.tolist():
+    aligned = align(*keys)
+    num_unmatched = len(aligned.only_a) + len(aligned.only_b)
+    for i, j in aligned.pairs.tolist():
         x, y = rows_a[i], rows_b[j]
-        if x.hash != y.hash and x.shape == y.shape:
-            return TrainingDivergence(step, rank, x.kind, x.path, x.op, _size(x, y), last_equal)
-    return None
+        if x.shape != y.shape:
+            num_unmatched += 1
+        elif x.hash != y.hash:
+            size = _size(x, y)
+            found = TrainingDivergence(step, rank, x.kind, x.path, x.op, size, last_equal)
+            return found, num_unmatched
+        elif x.dtype == y.dtype and x.statistics[:2] != y.statistics[:2]:
+            raise DriftError(
+                f"the runs contradict each other: {x.kind} {x.path} {x.op} of step {step} has "
+                "equal bits and other statistics; one of them was edited"
+            )
+    return None, num_unmatched
 
 
 def _size(a: Row, b: Row) -> float:
@@ -177,29 +227,47 @@ def _size(a: Row, b: Row) -> float:
 
 
 def _ranks(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("rank_*") if (path / "start.json").is_file())
+    found = sorted(path for path in folder.glob("rank_*") if (path / "start.json").is_file())
+    for number, path in enumerate(found):
+        if path != rank_folder(folder, number):
+            raise damaged(folder, f"{rank_folder(folder, number).name} is missing")
+    return found
 
 
 def _steps(folder: Path) -> set[int]:
-    return {int(path.stem.removeprefix("step_")) for path in folder.glob("step_*.json")}
+    names = (STEP_FILE.fullmatch(path.name) for path in folder.iterdir())
+    return {int(match[1]) for match in names if match is not None}
+
+
+def _read_start(folder: Path, rank: int) -> dict[str, Any]:
+    path = folder / "start.json"
+    contents = _read(path)
+    check_fields(contents, START, path)
+    if contents["version"] != VERSION:
+        raise DriftError(
+            f"{path} has schema version {contents['version']}, this xtrain reads {VERSION}"
+        )
+    if contents["rank"] != rank:
+        raise damaged(path, f"rank is {contents['rank']}, not {rank}")
+    return contents
+
+
+def _read_step(folder: Path, step: int, rank: int) -> dict[str, Any]:
+    path = step_file(folder, step)
+    contents = _read(path)
+    check_fields(contents, STEP, path)
+    if (contents["step"], contents["rank"]) != (step, rank):
+        raise damaged(path, f"it is of step {contents['step']}, rank {contents['rank']}")
+    return contents
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        contents = json.loads(path.read_text(encoding="utf-8"))
-        expected = contents.pop("xxh3_128")
-        if contents.get("version", VERSION) != VERSION:
-            raise DriftError(
-                f"{path} has schema version {contents['version']!r}, this xtrain reads {VERSION}"
-            )
-        if checksum(contents) != expected:
-            raise DriftError(f"{path} was changed after it was written")
-    except OSError as error:
-        raise DriftError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        if isinstance(error, DriftError):
-            raise
-        raise DriftError(f"{path} is damaged: {error}") from None
+    contents = strict_json.load(path)
+    if not isinstance(contents, dict) or "xxh3_128" not in contents:
+        raise damaged(path, "it has no checksum")
+    expected = contents.pop("xxh3_128")
+    if checksum(contents) != expected:
+        raise DriftError(f"{path} was changed after it was written")
     return contents
 
 
@@ -207,7 +275,7 @@ def as_text(comparison: TrainingComparison) -> str:
     """Return the report."""
     from tabulate import tabulate
 
-    parts = []
+    parts = _only_one_has(comparison)
     if comparison.changes:
         rows = [(name, str(a)[:60], str(b)[:60]) for name, a, b in comparison.changes]
         parts.append(tabulate(rows, ("setting", "A", "B"), disable_numparse=True))
@@ -230,3 +298,16 @@ def as_text(comparison: TrainingComparison) -> str:
     else:
         verdict = "the runs differ"
     return "\n\n".join([*parts, f"verdict {comparison.exit_code}: {verdict}"]) + "\n"
+
+
+def _only_one_has(comparison: TrainingComparison) -> list[str]:
+    """Return a line for what was not compared, steps and results."""
+    lines = [
+        f"recorded by {name} alone: steps {', '.join(map(str, steps[:8]))}"
+        + (f" and {len(steps) - 8} more" if len(steps) > 8 else "")
+        for name, steps in zip("AB", comparison.alone, strict=True)
+        if steps
+    ]
+    if comparison.num_unmatched:
+        lines.append(f"without a partner, not compared: {comparison.num_unmatched} results")
+    return ["\n".join(lines)] if lines else []
