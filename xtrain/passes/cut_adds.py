@@ -7,6 +7,7 @@ import itertools
 from torch import fx
 
 from xtrain.passes import fx_utils
+from xtrain.passes.sum_readers import is_no_stream
 from xtrain.passes.sums import is_sum, sum_operands
 from xtrain.passes.values import is_parameter, peel
 
@@ -19,7 +20,7 @@ def find_cut_adds(graph: fx.Graph) -> list[fx.Node]:
     """
     found = []
     for add in graph.nodes:
-        if not is_sum(add):
+        if not is_sum(add) or is_no_stream(add):
             continue
         for residual, branch in itertools.permutations(sum_operands(add), 2):
             root = peel(residual)

@@ -16,6 +16,9 @@ What the rules keep out, and which rule does it:
     a state space's output and the skip of its input (Mamba)            only a gate reads the sum
     a decayed state and what is added to it (delta rules, recurrent cells)  it started as zeros
     losses and router terms                                             scalars, not [.., D] values
+    the error of a loss (pred - x), also where pred comes from x        only its size is read
+    mixed values (a v + b v1), the state of a linear attention          only attention reads the sum
+    x + (book[i] - x).detach(), i the nearest in a book to x            i is an integer: no branch
 Post-dominance is not asked for: an auxiliary router loss bypasses the stream.
 """
 
@@ -32,12 +35,13 @@ from xtrain.passes.branch_kind import branch_kind
 from xtrain.passes.own_dropouts import own_dropout
 from xtrain.passes.roots import gated_roots, is_fresh, wholes
 from xtrain.passes.stacks import stack_summed_by
-from xtrain.passes.sum_readers import is_read_by_a_gate_alone, is_read_by_softmax_alone
+from xtrain.passes.sum_readers import is_no_stream
 from xtrain.passes.sums import Blend, blend, held_operands, is_sum, sum_operands
 from xtrain.passes.values import (
     carried_chain,
     filled_buffer,
     is_absent_dropout,
+    may_hold_floats,
     parameters_read_by,
     peel,
 )
@@ -172,7 +176,7 @@ class _Finder:
         if root is not None:
             others.append(root)
         self.stream[top] = {top}.union(*map(self._carried, others))
-        if residual is None or is_read_by_softmax_alone(top) or is_read_by_a_gate_alone(top):
+        if residual is None or is_no_stream(top):
             if any(map(self._is_state, (r for _, o in addends for r in gated_roots(o)))):
                 self.states.add(top)
             return []
@@ -224,7 +228,7 @@ class _Finder:
         while pending:
             node = pending.pop()
             for user in self._readers(node):
-                if self.order[user] > last or user.op == "output":
+                if self.order[user] > last or user.op == "output" or not may_hold_floats(user):
                     continue
                 contracted = reached[node] or fx_utils.holds_contraction(user)
                 if user not in reached or (contracted and not reached[user]):

@@ -218,3 +218,13 @@ def _leaves(node: fx.Node) -> Iterator[fx.Node]:
         return
     for source in node.all_input_nodes:
         yield from _leaves(source)
+
+
+def may_hold_floats(node: fx.Node) -> bool:
+    """Whether a node may carry a gradient: integers, masks and sizes depend on no stream."""
+    value = node.meta.get("example_value", node.meta.get("val"))
+    if isinstance(value, torch.Tensor):
+        return value.dtype.is_floating_point or value.dtype.is_complex
+    if isinstance(value, tuple | list) and not isinstance(value, torch.Size):
+        return True
+    return value is None
