@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: help train test lint test-gpu sanitize bench bench-ops bench-hf clean
+.PHONY: help train test lint test-gpu sanitize bench bench-ops bench-hf coverage clean
 
 help:
 	@echo "make train     set up .venv, then train the default model on the default corpus (ARGS=... adds flags)"
@@ -14,6 +14,7 @@ help:
 	@echo "make sanitize  every kernel on small shapes under compute-sanitizer (on PATH or in CUDA_HOME/bin)"
 	@echo "make bench     bench/compare.py: eager, torch.compile and xtrain.compile in one run"
 	@echo "make bench-hf  bench/compare_hf.py: transformers' Llama under torch.compile, Liger, xtrain.compile"
+	@echo "make coverage  bench/coverage.py: docs/coverage.md anew, half an hour on two cores"
 	@echo "make bench-ops bench/report_ops.py: every op against torch, inductor and Liger in one run"
 
 $(VENV)/.installed: requirements.lock pyproject.toml
@@ -51,6 +52,9 @@ bench-hf: $(VENV)/.installed-dev
 
 bench-ops: $(VENV)/.installed
 	$(BIN)/python bench/report_ops.py $(ARGS)
+
+coverage: $(VENV)/.installed-dev
+	$(BIN)/python bench/coverage.py --jobs 2 $(ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -30,10 +30,12 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:  # measure the checkout that this file and the commit belong to
     sys.path.insert(0, str(ROOT))
 
-from bench import harness  # noqa: E402
-from bench.compare import Outcome, Plan  # noqa: E402
+from bench import harness, turns  # noqa: E402
 from bench.hf_variants import DEFAULT_VARIANTS, SHAPES, VARIANTS, Setting  # noqa: E402
+from bench.turns import Outcome, Plan  # noqa: E402
 from bench.worker import Team  # noqa: E402
+
+NUM_LOSSES = 4
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,11 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report.write(flags.json, flags.markdown)
     if flags.plot is not None:
         draw_losses(flags.plot, setting, outcomes)
-    print("\n" + "\n".join(report.result))
-    for claim, wanted, measured, verdict in report.checks:
-        print(f"  {verdict:>6}  {claim}: {measured} (wanted {wanted})")
-    print("\n" + report.table())
-    return 1 if any(outcome.error for outcome in outcomes.values()) else 0
+    return turns.show(report, outcomes)
 
 
 def build_parser() -> Any:
@@ -70,38 +68,17 @@ def build_parser() -> Any:
     parser = Parser(prog="bench/compare_hf.py", description=__doc__)
     add = parser.add_argument
     add("--shape", choices=tuple(SHAPES), help="of the Llama (GPU: 1b, CPU: tiny)")
-    add("--batch", type=_positive, help="samples a step (by shape)")
-    add("--seq", type=_positive, help="tokens a sample (by shape)")
-    add("--layers", type=_positive, help="number of layers (by shape)")
-    add("--dropout", type=float, default=0.1, help="of the variants that drop (0.1)")
+    add("--layers", type=turns.positive, help="number of layers (by shape)")
     add("--learning-rate", type=float, default=3e-4, help="constant (3e-4)")
-    add("--device", help="cuda | cuda:N | cpu (cuda where there is one)")
-    add("--dtype", choices=("fp32", "bf16"), help="bf16 is autocast (GPU: bf16, CPU: fp32)")
-    add("--variants", default=",".join(DEFAULT_VARIANTS), help="comma-separated")
-    add("--blocks", type=_positive, default=7, help="each visits every variant twice (7)")
-    add("--steps", type=_positive, help="timed steps a visit (GPU: 10, CPU: 2)")
-    add("--seed", type=int, default=0, help="of weights, data and dropout (0)")
-    add("--commit", help="commit to name in the report where the folder is no git checkout")
-    add("--json", type=Path, metavar="FILE", help="write everything measured")
-    add("--markdown", type=Path, metavar="FILE", help="write the report")
     add("--plot", type=Path, metavar="FILE", help="draw the loss curves, a PNG")
+    turns.add_flags(add, variants=",".join(DEFAULT_VARIANTS), blocks=7)
     return parser
 
 
 def resolve(flags: Namespace) -> tuple[Setting, Plan]:
     """Fill what was not given, by device and shape; ValueError names what does not fit."""
-    names = tuple(dict.fromkeys(name.strip() for name in flags.variants.split(",")))
-    for name in names:
-        if name not in VARIANTS:
-            raise ValueError(f"unknown variant {name!r}; known: {', '.join(VARIANTS)}")
-    if not 0 <= flags.dropout < 1:
-        raise ValueError(f"--dropout must lie in [0, 1), got {flags.dropout}")
-    import torch
-
-    device = flags.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    names, device = turns.names_of(flags.variants, VARIANTS), turns.device_of(flags)
     on_gpu = device.partition(":")[0] == "cuda"
-    if on_gpu and not torch.cuda.is_available():
-        raise ValueError(f"--device {device}: torch finds no CUDA device")
     name = flags.shape or ("1b" if on_gpu else "tiny")
     given = {"batch": flags.batch, "seq": flags.seq, "num_hidden_layers": flags.layers}
     setting = Setting(
@@ -120,42 +97,14 @@ def resolve(flags: Namespace) -> tuple[Setting, Plan]:
 
 def run(setting: Setting, plan: Plan) -> tuple[dict[str, Any], dict[str, Outcome]]:
     """Return the environment and each variant's outcome."""
-    outcomes = {name: Outcome() for name in plan.variants}
     timed = [name for name in plan.variants if VARIANTS[name].timed]
     with Team(setting, plan.variants) as team:
-        team.ask_all(plan.variants, "ready")
-        environments = (team.ask(name, "environment", plan.commit) for name in plan.variants)
-        environment: dict[str, Any] = next((found for found in environments if found), {})
-        for name in plan.variants:
-            if first := team.ask(name, "first_steps", 4):
-                outcomes[name].first = first
-                print(f"{name}: first step {first['first_step_s']:.1f} s", flush=True)
-            if name not in timed:
-                team.stop(name)
-        for block in range(plan.num_blocks):
-            visits: dict[str, list[list[float]]] = {name: [] for name in timed}
-            for name in harness.order_of_block(timed, block):
-                if times := team.ask(name, "visit", plan.num_warm_up, plan.num_steps):
-                    visits[name].append(times)
-            for name, both in visits.items():
-                if len(both) == 2:  # else it has failed
-                    outcomes[name].blocks.append(both)
-            print(f"block {block + 1}/{plan.num_blocks}", flush=True)
-        for name in timed:
-            outcomes[name].final = team.ask(name, "finish") or {}
+        environment, outcomes = turns.start(team, plan, plan.variants, NUM_LOSSES, timed)
+        turns.take_turns(team, plan, timed, outcomes)
         for name, error in team.errors.items():
             outcomes[name].error = error
     return environment, outcomes
 
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError
-    return value
-
-
-_positive.__name__ = "positive int"  # what argparse calls it when it refuses a value
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from bench.harness import NOT_AVAILABLE, Ratio, Report, Summary, block_ratio, flat, short
+from bench import turns
+from bench.harness import NOT_AVAILABLE, Report, short
+from bench.turns import Outcome, Plan
 from bench.variants import VARIANTS, Setting, Variant
-
-if TYPE_CHECKING:
-    from bench.compare import Outcome, Plan
 
 HEADERS = [
     "Variant",
@@ -39,27 +38,8 @@ CLAIMED_SHAPES = {"cpu": ("small", None), "cuda": ("124m", (32, 1024, 50304))}
 CLAIMED_DROPOUT = 0.1
 
 
-class Results:
+class Results(turns.Results):
     """The outcomes of a run with the figures that follow from them."""
-
-    def __init__(self, setting: Setting, outcomes: Mapping[str, Outcome]):
-        self.setting = setting
-        self.outcomes = outcomes
-
-    def ratio(self, numerator: str, denominator: str) -> Ratio | None:
-        """Return the ratio of two variants' step times, None unless both ran every block."""
-        found = [self.outcomes.get(name) for name in (numerator, denominator)]
-        if any(o is None or o.error or not o.blocks for o in found):
-            return None
-        return block_ratio(found[0].blocks, found[1].blocks)  # type: ignore[union-attr]
-
-    def speed(self, variant: str, baseline: str) -> Ratio | None:
-        """Return how many times faster a variant is: baseline's time / variant's time."""
-        return self.ratio(baseline, variant)
-
-    def summary(self, name: str) -> Summary | None:
-        times = flat(self.outcomes[name].blocks)
-        return Summary.of(times) if times else None
 
     def loss_difference(self, name: str) -> float | None:
         """Return the largest difference to the reference's losses over the first steps."""
@@ -92,10 +72,6 @@ class Results:
         if not first.get("passes_ms"):
             return None
         return first["passes_ms"] / 1e3 / first["first_step_s"]
-
-    def tokens_per_s(self, name: str) -> float | None:
-        summary = self.summary(name)
-        return self.setting.tokens_per_step / summary.p50 * 1e3 if summary else None
 
 
 def build_report(

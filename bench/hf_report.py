@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from bench.harness import NOT_AVAILABLE, Ratio, Report, Summary, block_ratio, flat, short
+from bench import turns
+from bench.harness import NOT_AVAILABLE, Report, short
 from bench.hf_variants import (
     CLAIMED,
     CLAIMS,
@@ -17,9 +18,7 @@ from bench.hf_variants import (
     VARIANTS,
     Setting,
 )
-
-if TYPE_CHECKING:
-    from bench.compare import Outcome, Plan
+from bench.turns import Outcome, Plan
 
 HEADERS = [
     "Variant",
@@ -35,19 +34,8 @@ HEADERS = [
 LAST = 20
 
 
-class Results:
+class Results(turns.Results):
     """The outcomes of a run with the figures that follow from them."""
-
-    def __init__(self, setting: Setting, outcomes: Mapping[str, Outcome]):
-        self.setting = setting
-        self.outcomes = outcomes
-
-    def speed(self, variant: str, baseline: str) -> Ratio | None:
-        """Return how many times faster a variant is: baseline's time / variant's time."""
-        found = [self.outcomes.get(name) for name in (baseline, variant)]
-        if any(o is None or o.error or not o.blocks for o in found):
-            return None
-        return block_ratio(found[0].blocks, found[1].blocks)  # type: ignore[union-attr]
 
     def last_loss(self, name: str) -> float | None:
         """Return the mean loss of the last steps."""
@@ -119,10 +107,8 @@ def build_report(
 
 def _row(results: Results, name: str) -> list[str]:
     outcome = results.outcomes[name]
-    times = flat(outcome.blocks)
-    summary = Summary.of(times) if times else None
+    summary, rate = results.summary(name), results.tokens_per_s(name)
     missing = NOT_AVAILABLE if outcome.error is None else f"failed: {outcome.error}"
-    tokens = results.setting.tokens_per_step
 
     def cell(value: Any, form: str = "{}") -> str:
         return NOT_AVAILABLE if value is None else form.format(value)
@@ -131,7 +117,7 @@ def _row(results: Results, name: str) -> list[str]:
     return [
         VARIANTS[name].label,
         str(summary) if summary else missing,
-        f"{tokens / summary.p50 * 1e3:,.0f}" if summary else NOT_AVAILABLE,
+        cell(rate, "{:,.0f}"),
         short(memory) if memory else NOT_AVAILABLE,
         cell(outcome.first.get("first_step_s"), "{:.1f}"),
         cell(outcome.final.get("num_recompiles")),
@@ -235,12 +221,12 @@ def limits(results: Results) -> list[str]:
 
 
 def _row_data(results: Results, name: str) -> dict[str, Any]:
-    outcome, times = results.outcomes[name], flat(results.outcomes[name].blocks)
+    outcome, summary = results.outcomes[name], results.summary(name)
     ratios = {f"speed_vs_{other}": results.speed(name, other) for other in results.outcomes}
     return {
         "label": VARIANTS[name].label,
         "error": outcome.error,
-        "step_time_ms": asdict(Summary.of(times)) if times else None,
+        "step_time_ms": asdict(summary) if summary else None,
         **outcome.final,
         **outcome.first,
         "blocks_ms": outcome.blocks,

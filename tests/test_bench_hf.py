@@ -9,10 +9,10 @@ import torch
 import transformers
 
 from bench import compare_hf
-from bench.compare import Outcome, Plan
 from bench.hf_report import build_report, draw_losses
 from bench.hf_subject import Subject, text_batches
 from bench.hf_variants import SHAPES, VARIANTS, Setting
+from bench.turns import Outcome, Plan
 
 
 def setting(**changes):
@@ -88,7 +88,7 @@ def test_claims_and_ratios_follow_from_the_times(tmp_path):
     ("flags", "message"),
     [
         (["--variants", "torch,lger"], "unknown variant 'lger'; known: eager, torch, liger"),
-        (["--dropout", "1.5"], "--dropout must lie in [0, 1), got 1.5"),
+        (["--dropout", "1.5"], "invalid probability in [0, 1) value: '1.5'"),
         (["--device", "cuda"], "torch finds no CUDA device"),
         (["--batsh", "3"], "did you mean --batch?"),
     ],

@@ -13,8 +13,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # bench/ is no installed package
 
 from bench import harness  # noqa: E402
-from bench.compare import Outcome, Plan  # noqa: E402
 from bench.compare_report import HEADERS, Results, build_report  # noqa: E402
+from bench.turns import Outcome, Plan  # noqa: E402
 from bench.variants import DEFAULT_VARIANTS, Setting  # noqa: E402
 
 TINY = Setting(
