@@ -216,6 +216,31 @@ def test_a_layer_index_makes_no_graph_of_its_own(shared_layers, number):
     assert outs == [3, 4, 5, 6, 7, 8] and len(graphs) == number
 
 
+def test_named_ints_are_symbols_from_the_first_trace_on():
+    """0 and 1 too; an int that other code names by pattern stays a symbol."""
+
+    class Layer(nn.Module):
+        def __init__(self, index):
+            super().__init__()
+            self.index, self.of_user = index, index
+
+        def forward(self, x):
+            return x * self.index + x * self.of_user
+
+    graphs = []
+    run = torch.compile(
+        torch_compat.fresh_entry(lambda layer, x: layer(x), "layers"),
+        backend=lambda m, _: graphs.append(m) or m.forward,
+    )
+    config = torch.compiler.config
+    overrides = torch_compat.trace_overrides(shared_layers=True)
+    with config.patch(dynamic_sources=r"L\['layer'\].*\.of_user"):
+        with torch_compat.trace_config([r"L\['layer'\]\.(.+\.)?index$"], **overrides):
+            outs = [float(run(Layer(i), torch.ones(2))[0]) for i in range(6)]
+        assert config.dynamic_sources == r"L\['layer'\].*\.of_user"
+    assert outs == [0, 2, 4, 6, 8, 10] and len(graphs) == 1
+
+
 def test_logging_calls_of_losses_do_not_break_graphs(caplog):
     pytest.importorskip("transformers")
     from transformers.utils import logging as transformers_logging

@@ -12,6 +12,7 @@ The only place where passes and torch.compile meet:
     backend.py          what Dynamo calls with each graph: passes, then inductor or another backend
     seeds.py            the (seed, offset) input of a graph, filled at each call
     session.py          what the graphs of one model share: sites, keys, the running forward
+    layer_state.py      what layers keep side by side (a key-value cache), seen alike by each
     blocks.py, step_keys.py, data_parallel.py, dynamic_shapes.py, report.py   one topic each
 """
 
@@ -65,7 +66,10 @@ def compile(
               dump_graphs: folder for each pass's graph, before and after, as readable Python.
               data_parallel_group: process group whose ranks share a global batch, for the default
               first_sample.
-              torch_compile_kwargs: fullgraph, dynamic, mode, options, as for torch.compile.
+              torch_compile_kwargs: fullgraph, dynamic, mode, options, as for torch.compile. With
+              dynamic=None the first other batch or length costs one compile more, which then serves
+              every size; with dynamic=True the first graph does. A batch of 1 among others is one
+              more each time, since torch makes no symbol of a size of 1.
     Returns:  CompiledModel, an nn.Module with the model's own forward signature, state_dict and
               names.
     Random:   mask = ops.dropout_mask(shape, p, rng.site_seed(seed, step, layer, site), offset),
@@ -95,7 +99,15 @@ def compile_blocks(
     """Compile each block class of a model once, for all its layers, and run the rest as it is.
 
     The first step of a deep model is much shorter than with `compile`; ops outside the blocks are
-    not fused. Keywords, masks and report are those of `compile`.
+    not fused, and what is computed there is an input that proves nothing: transformers' rotary
+    tables reach a block from outside, so its RoPE is not swapped (the report says "nothing shows
+    that cos gives both members of a pair one angle"). Keywords, masks and report are those of
+    `compile`.
+
+    Layers share a graph although each reads an entry of its own in an object that all are given,
+    a list with one entry per layer: transformers' key-value cache, which is on by default. Other
+    state by layer (a dict by layer number, as in the cache of an encoder-decoder) costs a graph
+    for each layer; past Dynamo's recompile_limit a training forward raises.
 
     Raises:   ValueError if the model has no blocks (elements of a ModuleList with two matrices or
               more); else as `compile`.

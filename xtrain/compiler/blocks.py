@@ -56,6 +56,11 @@ class Blocks:
                 return candidate
         return None
 
+    def siblings(self, path: str) -> list[str]:
+        """Return the blocks of the list that holds a block, itself among them, in order."""
+        parent = path.rpartition(".")[0]
+        return [other for other in self.paths if other.rpartition(".")[0] == parent]
+
     def layer(self, path: str) -> int:
         """Return the ordinal of a block, or of a module outside any. KeyError if there is none."""
         path = self._first_path[path]

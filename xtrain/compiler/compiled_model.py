@@ -137,11 +137,10 @@ class CompiledModel(nn.Module):
         tensors = entries.tensors_in(args, kwargs)
         session.last_executed = ()
         call = self._begin(tensors) if training and session.options.dropout > 0 else None
-        session.shapes.note(tensors)
-        session.shapes.mark(tensors)
-        with _running(session, call), _clean_errors():
-            with torch_compat.trace_config(**entries.trace_overrides(self._session.per_block)):
-                result = self._entries[training](*args, **kwargs)
+        session.shapes[training].note(tensors)
+        session.shapes[training].mark(None, tensors)
+        with _running(session, call), _clean_errors(), entries.trace_settings(session):
+            result = self._entries[training](*args, **kwargs)
         if call is not None:
             session.last_executed = tuple(call.executed)
             check_executed(session, call)

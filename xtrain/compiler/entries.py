@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from torch.utils import _pytree as pytree
 
 from xtrain import torch_compat
 from xtrain.compiler.backend import Backend
+from xtrain.compiler.layer_state import numbers_of_layers, shown_to_layer, symbols
+from xtrain.compiler.seeds import ENTRY_ROOT
 from xtrain.compiler.session import Session
 
 
@@ -64,7 +67,15 @@ def compile_each_block(session: Session) -> None:
             if key not in entries:
                 entries[key] = compiled_entry(session, training, call_block)
         by_mode = {mode: entries[type(block), mode] for mode in (True, False)}
-        block.forward = _BlockForward(session, path, block, by_mode)
+        siblings = session.blocks.siblings(path)
+        place = siblings.index(path), len(siblings)
+        block.forward = _BlockForward(session, path, place, block, by_mode)
+    numbers = {
+        name
+        for siblings in {tuple(session.blocks.siblings(path)) for path in blocks}
+        for name in numbers_of_layers([blocks[path] for path in siblings])
+    }
+    session.symbols = tuple(symbols(ENTRY_ROOT, sorted(numbers)))
 
 
 class _BlockForward:
@@ -74,11 +85,13 @@ class _BlockForward:
         self,
         session: Session,
         path: str,
+        place: tuple[int, int],
         block: nn.Module,
         entries: dict[bool, Callable[..., Any]],
     ):
         self._session = session
         self._path = path
+        self._place = place
         self._block = block
         self._entries = entries
         self.__signature__ = inspect.signature(type(block).forward.__get__(block))
@@ -89,11 +102,13 @@ class _BlockForward:
         if not session.is_running and not recomputing:
             return type(self._block).forward(self._block, *args, **kwargs)
         entry = functools.partial(self._entries[self._block.training], self._block)
-        session.shapes.mark(tensors_in(args, kwargs))
-        with session.running_block(self._path):
-            if recomputing:
-                with torch_compat.trace_config(**trace_overrides(True)):
-                    return entry(*args, **kwargs)
+        watch = session.shapes[session.model.training]
+        watch.mark(type(self._block), tensors_in(args, kwargs))
+        with (
+            session.running_block(self._path),
+            shown_to_layer(self._place, (*args, *kwargs.values())),
+            trace_settings(session) if recomputing else nullcontext(),
+        ):
             return entry(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -110,6 +125,7 @@ def tensors_in(*arguments: Any) -> list[torch.Tensor]:
     return [x for x in pytree.tree_leaves(arguments) if isinstance(x, torch.Tensor)]
 
 
-def trace_overrides(per_block: bool) -> dict[str, Any]:
-    """Return the Dynamo settings to trace under."""
-    return torch_compat.trace_overrides(shared_layers=per_block)
+def trace_settings(session: Session) -> AbstractContextManager[Any]:
+    """Return a context with the settings that a forward is traced under."""
+    overrides = torch_compat.trace_overrides(shared_layers=session.per_block)
+    return torch_compat.trace_config(session.symbols, **overrides)

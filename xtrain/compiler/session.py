@@ -48,7 +48,9 @@ class Session:
         self.options = options
         self.keys = keys
         self.blocks = Blocks(model)
-        self.shapes = ShapeWatch(options.dynamic)
+        # by mode: an evaluation at another size must not make the training graphs dynamic
+        self.shapes = {mode: ShapeWatch(options.dynamic) for mode in (True, False)}
+        self.symbols: tuple[str, ...] = ()  # sources of ints that layers do not share
         self.sites: dict[tuple[str, str], Site] = {}
         self.report = Report()
         self.last_executed: tuple[Site, ...] = ()
@@ -162,7 +164,7 @@ def _check_blocks_agree(session: Session) -> None:
                 cause = (
                     "a pattern was missed in some, or Dynamo reached its recompile_limit: the "
                     "layers share no graph when something other than weights differs between them "
-                    "(TORCH_LOGS=recompiles says what). A key-value cache does: use_cache=False"
+                    "(TORCH_LOGS=recompiles says what). A key-value cache may: use_cache=False"
                 )
             raise SiteError(
                 f"blocks of class {class_name} differ in their number of residual sites ({listed})"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -81,9 +82,33 @@ def source_name(node: torch.fx.Node) -> str:
     return str(name() if callable(name) else name)  # a method up to torch 2.11
 
 
-def trace_config(**overrides: Any) -> Any:
-    """Patch Dynamo's configuration for the frames that are traced inside the context."""
-    return torch._dynamo.config.patch(**overrides)
+@contextmanager
+def trace_config(symbols: Sequence[str] = (), **overrides: Any) -> Iterator[None]:
+    """Patch Dynamo's configuration for the frames that are traced inside the context.
+
+    Sizes that are equal by chance (batch and length, length and width) stay two symbols: else one
+    that must be a constant makes the other a constant too.
+
+    Args:     symbols: patterns (re.match, without commas) of the sources whose ints are symbols
+              from the first trace on; left alone, an int is one once Dynamo has seen it vary.
+    """
+    from torch.fx.experimental import _config
+
+    compiler: Any = torch.compiler.config
+    wanted = [(torch._dynamo.config, *item) for item in overrides.items()]
+    wanted.append((_config, "use_duck_shape", False))
+    if symbols:
+        users = [compiler.dynamic_sources] if compiler.dynamic_sources else []
+        wanted.append((compiler, "dynamic_sources", ",".join((*users, *symbols))))
+    # Set one by one: `config.patch` makes a class at each call, and this is on every forward's way.
+    before = [(config, name, getattr(config, name)) for config, name, _ in wanted]
+    try:
+        for config, name, value in wanted:
+            setattr(config, name, value)
+        yield
+    finally:
+        for config, name, value in before:
+            setattr(config, name, value)
 
 
 def trace_overrides(*, shared_layers: bool) -> dict[str, Any]:

@@ -1,0 +1,285 @@
+"""How many graphs are compiled when sizes, layers and modes change, and what per-block compile is.
+
+Row C36, on our own model and on unchanged models of transformers with their default settings.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from mask_oracle import keep_mask
+from torch import nn
+
+import xtrain
+from xtrain.compiler.layer_state import LayerView, numbers_of_layers
+from xtrain.model import Config, Transformer
+from xtrain.rng import site_seed
+
+VOCAB = 64
+SIZES = [(4, 128), (4, 96), (4, 64), (4, 32), (4, 33), (3, 33), (3, 128)]
+SMALL = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_attention_heads=2)
+GPT2 = dict(n_embd=32, n_head=2, vocab_size=VOCAB, bos_token_id=1, eos_token_id=1)
+FAMILIES = {"llama": SMALL, "qwen2": dict(SMALL, num_key_value_heads=1), "gpt2": GPT2}
+
+
+def build(family, n_layers=2):
+    torch.manual_seed(0)
+    if family == "ours":
+        return Transformer(Config.preset("tiny", n_layers=n_layers, vocab_size=VOCAB))
+    transformers = pytest.importorskip("transformers")
+    depth = {"n_layer" if family == "gpt2" else "num_hidden_layers": n_layers}
+    config = transformers.AutoConfig.for_model(family, **FAMILIES[family], **depth)
+    return transformers.AutoModelForCausalLM.from_config(config).train()
+
+
+def batch(size, length):
+    return torch.randint(VOCAB, (size, length), generator=torch.Generator().manual_seed(length))
+
+
+def losses(model, sizes):
+    """The loss at each size; in training with a backward behind each."""
+    found = []
+    for size in sizes:
+        ids = batch(*size)
+        if isinstance(model, Transformer):
+            loss = model(ids, ids)[1]
+        else:
+            loss = model(input_ids=ids, labels=ids).loss
+        if model.training:
+            loss.backward()
+        found.append(loss.detach())
+    return torch.stack(found)
+
+
+def compiled_with(compile_it, model, **options):
+    options = {"dropout": 0.5, "seed": 2, "backend": "eager", "existing": "replace", **options}
+    return compile_it(model, **options)
+
+
+def num_graphs(compiled):
+    return compiled.report().num_train_graphs, compiled.report().num_eval_graphs
+
+
+# --- sizes --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "dynamic", "number"),
+    [
+        ("ours", None, 2),
+        ("ours", True, 1),
+        ("llama", None, 2),
+        ("llama", True, 1),
+        ("gpt2", None, 2),
+        ("qwen2", True, 1),
+    ],
+)
+def test_graphs_over_changing_lengths_and_batches(family, dynamic, number):
+    """In training and in evaluation; a batch of 1 is a case of its own to torch: one more."""
+    model = build(family)
+    compiled = compiled_with(xtrain.compile, model, dynamic=dynamic)
+    losses(compiled, SIZES)
+    assert num_graphs(compiled) == (number, 0)
+    found = losses(compiled.eval(), SIZES)
+    assert num_graphs(compiled) == (number, number)
+    torch.testing.assert_close(found, losses(model, SIZES))
+    losses(compiled.train(), [(1, 40), (1, 50), (2, 50)])
+    assert num_graphs(compiled) == (number + 1, number)
+
+
+@pytest.mark.parametrize("compile_it", [xtrain.compile, xtrain.compile_blocks])
+def test_an_evaluation_at_other_sizes_leaves_the_training_graph_alone(compile_it):
+    compiled = compiled_with(compile_it, build("ours"))
+    for _ in range(3):
+        losses(compiled.train(), [(4, 16)])
+        losses(compiled.eval(), [(2, 16), (2, 24), (3, 20)])
+    assert num_graphs(compiled) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("compile_it", "dynamic"),
+    [(xtrain.compile, None), (xtrain.compile, True), (xtrain.compile_blocks, None)],
+)
+def test_sizes_that_happen_to_be_equal_are_not_taken_for_one(compile_it, dynamic):
+    """Batch = length, and length = width of the model (32 of Llama's hidden size here)."""
+    compiled = compiled_with(compile_it, build("llama"), dynamic=dynamic)
+    losses(compiled, [(4, 16), (8, 32), (6, 6), (3, 32), (5, 17)])
+    assert num_graphs(compiled)[0] <= 2
+    other = compiled_with(compile_it, build("llama"), dynamic=dynamic)
+    losses(other, [(32, 32), (8, 32), (6, 6), (3, 32), (5, 17)])
+    assert num_graphs(other)[0] <= 2
+
+
+# --- one compile for all layers -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_twelve_layers_of_transformers_share_one_graph(family, caplog):
+    """With use_cache=True, which is the default: each layer reads its own entry of the cache."""
+    model = build(family, n_layers=12)
+    compiled = compiled_with(xtrain.compile_blocks, model, backend="aot_eager")
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    losses(compiled, SIZES[:1])
+    assert counters["aot_autograd"]["ok"] == 1, "one forward and one backward"
+    losses(compiled, SIZES[1:])
+    assert num_graphs(compiled) == (2, 0) and counters["aot_autograd"]["ok"] == 2
+    sites = [(s.layer, s.site) for s in compiled.last_executed_sites]
+    assert sites == [(layer, s) for layer in range(12) for s in ("attention", "feed_forward")]
+    found = losses(compiled.eval(), SIZES)
+    assert num_graphs(compiled) == (2, 2)
+    torch.testing.assert_close(found, losses(model, SIZES))
+    assert "recompile_limit" not in caplog.text and "cache_size_limit" not in caplog.text
+
+
+def test_the_cache_and_the_masks_of_layers_that_share_a_graph():
+    """Logits, cache and gradients; the truth is the plain model with NumPy's masks in hooks."""
+    model = build("llama", n_layers=3)
+    plain = copy.deepcopy(model)
+
+    def drop(layer, site, out):
+        keep = keep_mask(tuple(out.shape), 0.5, site_seed(2, 0, layer, site))
+        return torch.where(torch.from_numpy(keep), out * 2, 0.0)
+
+    for i, block in enumerate(plain.model.layers):
+        block.self_attn.register_forward_hook(
+            lambda _, __, out, i=i: (drop(i, "attention", out[0]), *out[1:])
+        )
+        block.mlp.register_forward_hook(lambda _, __, out, i=i: drop(i, "feed_forward", out))
+    ids = batch(2, 9)
+    compiled = compiled_with(xtrain.compile_blocks, model)
+    found, expected = (m(input_ids=ids, labels=ids) for m in (compiled, plain))
+    assert torch.equal(found.logits, expected.logits)
+    assert type(found.past_key_values.layers) is list
+    assert found.past_key_values.get_seq_length() == 9
+    for ours, theirs in zip(
+        found.past_key_values.layers, expected.past_key_values.layers, strict=True
+    ):
+        assert type(ours) is type(theirs) and ours.is_initialized
+        assert torch.equal(ours.keys, theirs.keys) and torch.equal(ours.values, theirs.values)
+    for out in (found, expected):  # the cache is differentiable, as it was
+        (
+            out.loss + sum(layer.keys.square().sum() for layer in out.past_key_values.layers)
+        ).backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_decoding_token_by_token_with_a_cache():
+    """Prompt, first token, tokens behind it: graphs for all layers, not for each of them."""
+    model = build("llama", n_layers=5).eval()
+    compiled = compiled_with(xtrain.compile_blocks, model)
+    prompt = batch(2, 7)
+
+    def decode(model, steps=8):
+        ids, cache = prompt, None
+        found = []
+        for _ in range(steps):
+            out = model(input_ids=ids, past_key_values=cache, use_cache=True)
+            ids, cache = out.logits[:, -1:].argmax(-1), out.past_key_values
+            found.append(ids)
+        return torch.cat(found, 1)
+
+    with torch.no_grad():
+        expected = decode(model)
+        assert torch.equal(decode(compiled), expected)
+        assert num_graphs(compiled) == (0, 3)
+        for _ in range(2):  # the prompt's length is a symbol from now on
+            assert torch.equal(decode(compiled), expected) and num_graphs(compiled) == (0, 4)
+    generated = compiled.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert torch.equal(generated[:, 7:], expected), "generate() calls the model itself"
+
+
+def test_two_forwards_before_two_backwards_of_shared_graphs():
+    gradients = []
+    for compile_it in (xtrain.compile, xtrain.compile_blocks):
+        model = build("llama", n_layers=3)
+        compiled = compiled_with(compile_it, model, backend="aot_eager")
+        first, second = (compiled(input_ids=x, labels=x).loss for x in (batch(2, 8), batch(2, 9)))
+        second.backward()
+        first.backward()
+        gradients.append([p.grad for p in model.parameters()])
+    rope = [r.skipped for r in compiled.report().passes if r.name == "use_triton_rope"]
+    assert rope and all("nothing shows that cos gives both" in " ".join(r) for r in rope)
+    torch.testing.assert_close(*gradients)
+
+
+# --- the view of a layer ------------------------------------------------------------------------
+
+
+class Store:
+    def __init__(self, number):
+        self.entries = [None] * number
+        self.total = 0
+
+
+class Reader(nn.Module):
+    """Keeps its input, and reads other layers' entries in whatever way `rule` says."""
+
+    def __init__(self, index, rule):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.index, self.rule = index, rule
+
+    def forward(self, x, store):
+        store.entries[self.index] = x
+        return x + self.down(self.up(x + self.rule(store.entries, self.index)))
+
+
+RULES = {
+    "own": lambda entries, i: entries[i],
+    "first": lambda entries, i: entries[0],
+    "last": lambda entries, i: 0 if entries[-1] is None else entries[-1],
+    "the one before": lambda entries, i: entries[max(i - 1, 0)],
+    "all": lambda entries, i: sum(e for e in entries if e is not None),
+    "number": lambda entries, i: len(entries),
+    "slice": lambda entries, i: sum(entries[: i + 1]),
+}
+
+
+class Readers(nn.Module):
+    def __init__(self, rule):
+        super().__init__()
+        self.layers = nn.ModuleList(Reader(i, rule) for i in range(4))
+
+    def forward(self, x):
+        store = Store(4)
+        for layer in self.layers:
+            x = layer(x, store)
+        return x, store
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_whatever_a_layer_reads_is_what_the_list_holds(rule):
+    torch.manual_seed(0)
+    model = Readers(RULES[rule])
+    x = torch.randn(2, 3, 4, requires_grad=True)  # as the layers behind the first see it
+    expected, store = model(x)
+    compiled = xtrain.compile_blocks(model, dropout=0.0, backend="eager")
+    for _ in range(2):
+        found, kept = compiled(x)
+        assert torch.equal(found, expected) and type(kept.entries) is list
+        assert all(map(torch.equal, kept.entries, store.entries))
+    if rule in ("own", "number"):
+        assert compiled.report().num_train_graphs == 1
+
+
+def test_a_view_is_the_list():
+    entries = [[], {}, None]
+    view = LayerView(entries, 1)
+    assert view[1] is entries[1] and view[0] is entries[0] and view[-1] is None
+    view[1], view[2] = "own", "other"
+    assert entries == [[], "own", "other"] and view[1] == "own"
+    assert len(view) == 3 and list(view) == entries and view.index("own") == 1
+    with pytest.raises(IndexError):
+        view[3]
+
+
+def test_numbers_of_layers():
+    layers = [Reader(i, None) for i in range(3)]
+    for i, layer in enumerate(layers):
+        layer.up.number, layer.up.width, layer.even, layer.step = i + 5, 8, i % 2 == 0, 2 * i
+    assert numbers_of_layers(layers) == {"index", "number"}
+    assert numbers_of_layers(layers[:1]) == set()
