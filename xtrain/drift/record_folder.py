@@ -30,7 +30,7 @@ from xtrain.drift import strict_json
 from xtrain.drift.errors import DriftError
 from xtrain.drift.record_arrays import COLUMNS, check_arrays, check_contents
 from xtrain.drift.record_fields import FORMAT, VERSION, check_case, check_record, damaged
-from xtrain.drift.storage import TensorFile, TensorWriter, file_hash, write_json
+from xtrain.drift.storage import TensorFile, TensorWriter, file_hash, write_json, writing
 from xtrain.drift.values import to_float64
 
 # what a file of a record is called; others in its folder are none of it
@@ -86,9 +86,10 @@ class RecordWriter:
         }
         manifest = {"format": FORMAT, "version": VERSION, "files": files}
         write_json(self.temp / "manifest.json", manifest)
-        if self.path.exists():
-            shutil.rmtree(self.path)
-        os.rename(self.temp, self.path)
+        with writing(self.path):
+            if self.path.exists():
+                shutil.rmtree(self.path)
+            os.rename(self.temp, self.path)
 
     def discard(self) -> None:
         """Leave nothing."""

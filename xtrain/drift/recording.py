@@ -167,7 +167,14 @@ class _Recording:
         if kind is not None:
             self.writer.discard()
             return
-        contents = {
+        try:
+            self.writer.close(self._contents())
+        except BaseException:
+            self.writer.discard()
+            raise
+
+    def _contents(self) -> dict[str, Any]:
+        return {
             "environment": environment.collect(),
             "model": {
                 **self.subject.description,
@@ -180,7 +187,6 @@ class _Recording:
             "observer_effect": self.runner.observer_effect,
             "prompts": list(self.prompts),
         }
-        self.writer.close(contents)
 
     def result(self) -> Record:
         """Open what was written."""

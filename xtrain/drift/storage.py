@@ -11,6 +11,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,23 @@ MAX_HEADER = 100_000_000  # bytes; the format's own limit
 COPY = 1 << 20
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn what the disk refuses into a DriftError that names the file."""
+    try:
+        yield
+    except OSError as error:  # NumPy gives no number when the disk fills up in the middle
+        raise DriftError(f"cannot write {path}: {error.strerror or error}") from None
+
+
 class TensorWriter:
     """Appends tensors to one file; `close` makes it complete. Discarded on an exception."""
 
     def __init__(self, path: Path):
         self.path = path
         self.data_path = path.with_name(f".{path.name}.data")
-        self.data = self.data_path.open("wb")
+        with writing(path):
+            self.data = self.data_path.open("wb")
         self.entries: dict[str, dict[str, Any]] = {}
         self.position = 0
 
@@ -42,7 +53,8 @@ class TensorWriter:
         if name in self.entries:
             raise ValueError(f"{name} is in {self.path} already")
         bits = np.asarray(bits, DTYPES[dtype][0], order="C")
-        bits.tofile(self.data)
+        with writing(self.path):
+            bits.tofile(self.data)
         end = self.position + bits.nbytes
         offsets = [self.position, end]
         self.entries[name] = {"dtype": dtype, "shape": list(bits.shape), "data_offsets": offsets}
@@ -50,13 +62,14 @@ class TensorWriter:
 
     def close(self) -> None:
         """Write header and data to the final file."""
-        self.data.close()
         header = json.dumps(self.entries, separators=(",", ":")).encode()
         header += b" " * (-len(header) % 8)
-        with self.path.open("wb") as file, self.data_path.open("rb") as data:
-            file.write(len(header).to_bytes(8, "little") + header)
-            shutil.copyfileobj(data, file, COPY)
-        self.data_path.unlink()
+        with writing(self.path):
+            self.data.close()
+            with self.path.open("wb") as file, self.data_path.open("rb") as data:
+                file.write(len(header).to_bytes(8, "little") + header)
+                shutil.copyfileobj(data, file, COPY)
+            self.data_path.unlink()
 
     def discard(self) -> None:
         """Give up: leave no file."""
@@ -148,5 +161,7 @@ def file_hash(path: Path) -> str:
 def write_json(path: Path, value: Any) -> None:
     """Write JSON through a file beside it, so that a kill leaves the old one or the new one."""
     temp = path.with_name(f".{path.name}.{os.getpid()}")
-    temp.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(temp, path)
+    text = json.dumps(value, indent=1, allow_nan=False) + "\n"
+    with writing(path):
+        temp.write_text(text, encoding="utf-8")
+        os.replace(temp, path)
