@@ -17,6 +17,7 @@ from xtrain.drift.comparable import Change, changes, why_not_comparable
 from xtrain.drift.errors import DriftError
 from xtrain.drift.flip import flip_verdict
 from xtrain.drift.record_folder import Case, Columns, OpKey, Record, Step
+from xtrain.drift.rows import Aside, out_of_order, set_aside
 from xtrain.drift.values import Distance, absolute_difference, coarser_dtype, max_ulps, to_float64
 
 IDENTICAL, NO_FLIP, CAN_FLIP, TOKENS_DIFFER, NOT_COMPARABLE = 0, 1, 2, 3, 4
@@ -103,6 +104,7 @@ class Comparison:
     growth: list[LayerGrowth] = field(default_factory=list)
     unmatched: list[Unmatched] = field(default_factory=list)
     num_matched: int = 0  # op results compared
+    aside: Aside = field(default_factory=set, repr=False)  # rows in an order of their own
 
     @cached_property
     def same_layout(self) -> bool:
@@ -173,6 +175,8 @@ def compare(a: Record | str | os.PathLike[str], b: Record | str | os.PathLike[st
     if not same_inputs:
         return result
     result.growth = [LayerGrowth(path) for path in a.model["blocks"]]
+    if not result.same_layout:
+        result.aside = out_of_order(a, b)
     unmatched: Counter[tuple[str, str, str]] = Counter()
     for case_a, case_b in zip(a.cases, b.cases, strict=True):
         result.prompts.append(_compare_case(result, case_a, case_b, unmatched))
@@ -220,6 +224,8 @@ def _compare_ops(
         for i, what in contradictions(*columns, keys_a, keys_b)[:1]:
             raise _contradiction(a, keys_a[i], what)
         rows = differences(*columns, keys_a, keys_b, same_layout=result.same_layout)
+        if kind == "ops" and result.aside:
+            rows = set_aside(rows, a, b, result.aside)
         result.num_matched += int(rows.comparable.sum())
         for row in np.flatnonzero(~rows.comparable):
             unmatched["both", *keys_a[rows.pairs[row, 0]][:2]] += 1

@@ -200,7 +200,7 @@ def _unmatched(comparison: Comparison) -> list[str]:
     side = {
         "a": "A alone",
         "b": "B alone",
-        "both": "both, other shape or integers of another batch",
+        "both": "both, other shape, or integers or rows of a whole batch",
     }
     rows = [
         (side[u.record], f"<code>{escape(u.path or 'model')}</code>", escape(u.op), str(u.times))

@@ -179,7 +179,7 @@ def _unmatched(comparison: Comparison) -> str:
     where = {
         "a": "A alone",
         "b": "B alone",
-        "both": "both, other shape or integers of another batch",
+        "both": "both, other shape, or integers or rows of a whole batch",
     }
     rows = [(where[side], op, count) for (side, op), count in counts.items()]
     rows.sort(key=lambda row: -row[2])
