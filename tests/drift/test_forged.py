@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
+import subprocess
+import sys
 
 import pytest
 from drift_models import Rowwise, prompts, subject, tokens
@@ -277,3 +280,23 @@ def test_no_damage_ends_in_an_internal_error(base, tmp_path, capfd, kind, seed):
 def test_the_honest_records_are_identical_to_themselves(base):
     for kind in ("decoded", "forward"):
         assert compare(base / kind, base / kind).exit_code == 0
+
+
+@pytest.mark.parametrize("text", ["caf\u00e9 \u4e2d", "half a pair: \ud83d"], ids=ascii)
+def test_a_prompt_that_stdout_cannot_show_is_escaped(base, tmp_path, text):
+    """Texts come from tokenizers, and stdout may be ASCII: neither is an error."""
+    source = base / "decoded"
+    for number in range(2):  # whichever prompt is shown
+        prompt, case = put(text, "prompts", number, "text"), put("on", "text")
+        source = edited(source, tmp_path / f"prompt{number}", "record.json", prompt)
+        source = edited(source, tmp_path / f"case{number}", f"case_000{number}.json", case)
+    command = [sys.executable, "-m", "xtrain.drift", "compare", source, source]
+    done = subprocess.run(
+        [*command, "--html", tmp_path / "x.html"],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\\u" in done.stdout or "\\x" in done.stdout
+    assert (tmp_path / "x.html").read_text(encoding="utf-8").endswith("</html>\n")

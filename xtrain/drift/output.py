@@ -29,7 +29,7 @@ def deliver(path: str | None, values: Callable[[], Any], text: Callable[[], str]
 def write_text(path: str, text: str) -> None:
     """Write a report. Raises: DriftError where that is impossible."""
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        Path(path).write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise DriftError(f"cannot write {path}: {error.strerror}") from None
 
@@ -39,8 +39,10 @@ def show(text: str) -> None:
 
     Raises: DriftError for a stdout that takes nothing.
     """
+    encoding = sys.stdout.encoding or "utf-8"
     try:
-        sys.stdout.write(text)
+        # a prompt may hold what a terminal's encoding, or any encoding, has not
+        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
         sys.stdout.flush()
     except OSError as error:
         # what is left in the buffer would fail once more when Python ends, with its own exit code
