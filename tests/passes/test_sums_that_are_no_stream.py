@@ -94,9 +94,41 @@ class DeltaRule(Model):
         return x + self.linears[3](torch.stack(outs, 1))
 
 
+class SharedTable(Model):
+    """A parameter that two layers add to a projection: the second reads it through the first."""
+
+    kinds = ("feed_forward",) * 2
+    num_linear = 2
+    rows = slice(None)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(B, T if self.rows == slice(None) else 2 * T, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in range(2):
+            table = self.table if self.rows == slice(None) else self.table[:, self.rows]
+            x = x + (self.branch(x, i) + table).relu()
+        return x
+
+
+class SharedTableInPart(SharedTable):
+    rows = slice(T)
+
+
 MODELS = {f"error {name}": lambda name=name: Autoencoder(name) for name in ERRORS}
 MODELS["error of the other sign"] = lambda: Autoencoder("squared", swapped=True)
-MODELS |= {cls.__name__: cls for cls in (Codebook, MixedValues, MixedValuesSpeltOut, DeltaRule)}
+MODELS |= {
+    cls.__name__: cls
+    for cls in (
+        Codebook,
+        MixedValues,
+        MixedValuesSpeltOut,
+        DeltaRule,
+        SharedTable,
+        SharedTableInPart,
+    )
+}
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -18,6 +18,7 @@ What the rules keep out, and which rule does it:
     losses and router terms                                             scalars, not [.., D] values
     the error of a loss (pred - x), also where pred comes from x        only its size is read
     mixed values (a v + b v1), the state of a linear attention          only attention reads the sum
+    a table of parameters that several layers add to a projection       a parameter is no stream
     x + (book[i] - x).detach(), i the nearest in a book to x            i is an integer: no branch
 Post-dominance is not asked for: an auxiliary router loss bypasses the stream.
 """
@@ -41,6 +42,7 @@ from xtrain.passes.values import (
     carried_chain,
     filled_buffer,
     is_absent_dropout,
+    is_parameter,
     may_hold_floats,
     parameters_read_by,
     peel,
@@ -211,7 +213,7 @@ class _Finder:
 
     def _branches_from(self, root: fx.Node, operands: list[Held]) -> list[Held]:
         """The operands that depend on `root` through a contraction and do not carry it."""
-        if root.op in ("get_attr", "output") or not operands:
+        if root.op in ("get_attr", "output") or is_parameter(root) or not operands:
             return []
         last = max(self.order[add] for add, _ in operands)
         reached = self._reach(root, last)
