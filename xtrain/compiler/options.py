@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from xtrain import passes as graph_passes
+from xtrain import torch_compat
 
 _BACKENDS = ("inductor", "aot_eager", "eager")
 _KERNELS = ("auto", "triton", "off")
@@ -71,11 +73,13 @@ def checked_options(
         )
     if isinstance(disable_passes, str):
         disable_passes = (disable_passes,)
-    if not isinstance(passes, list | tuple):
-        raise TypeError(f"passes must be a list of functions, got {passes!r}")
-    graph_passes.order((), passes, disable_passes)  # wrong ones raise here, not in the first step
-    if torch_compile_kwargs.get("options") is None:
-        torch_compile_kwargs.pop("options", None)
+    _check_passes(passes, disable_passes)
+    if not isinstance(dump_graphs, str | PathLike | None):
+        raise TypeError(f"dump_graphs must be a folder's path, got {dump_graphs!r}")
+    for name in ("mode", "options"):
+        if torch_compile_kwargs.get(name) is None:
+            torch_compile_kwargs.pop(name, None)
+    _check_of_torch(strict, backend, torch_compile_kwargs)
     return Options(
         dropout=_probability(model, dropout),
         backend=backend,
@@ -88,6 +92,40 @@ def checked_options(
         dump_graphs=None if dump_graphs is None else Path(dump_graphs),
         **torch_compile_kwargs,
     )
+
+
+def _check_passes(passes: Any, disable_passes: Any) -> None:
+    """Raise for wrong passes here and not in the first step."""
+    for name, value, what in (
+        ("passes", passes, "functions"),
+        ("disable_passes", disable_passes, "names"),
+    ):
+        if not isinstance(value, list | tuple):
+            raise TypeError(f"{name} must be a list of {what}, got {value!r}")
+    for entry in graph_passes.order((), passes, disable_passes):
+        if entry.name in graph_passes.PASSES:
+            raise ValueError(f"pass name {entry.name!r} belongs to xtrain; choose another")
+
+
+def _check_of_torch(strict: Any, backend: str, keywords: dict[str, Any]) -> None:
+    """Raise for what torch.compile would take in silence, or refuse in the first step."""
+    for name, value in (("strict", strict), ("fullgraph", keywords.get("fullgraph", False))):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, got {value!r}")
+    if not isinstance(dynamic := keywords.get("dynamic"), bool | None):
+        raise TypeError(f"dynamic must be True, False or None, got {dynamic!r}")
+    mode, options = keywords.get("mode"), keywords.get("options")
+    given = "mode" if mode is not None else "options"
+    if mode is None and not options:
+        return
+    if backend != "inductor":
+        raise ValueError(f"{given} is for backend='inductor', and backend is {backend!r}")
+    if options and not isinstance(options, dict):
+        raise TypeError(f"options must be a dict of inductor's settings, got {options!r}")
+    try:
+        torch_compat.inner_backend(backend, mode=mode, options=options or {}, dynamic=dynamic)
+    except RuntimeError as error:
+        raise ValueError(f"mode or options: {error}") from error
 
 
 def _probability(model: nn.Module, dropout: float | None) -> float:
