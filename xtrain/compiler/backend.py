@@ -10,11 +10,11 @@ from typing import Any
 from torch import fx
 
 from xtrain import passes, torch_compat
-from xtrain.compiler.seeds import ENTRY_ROOT, Seeds, is_entry, readable_path
+from xtrain.compiler.seeds import ENTRY_ROOT, Seeds
 from xtrain.compiler.session import Session, SiteError
 from xtrain.compiler.swaps import compile_swapped, passes_of_normalised_graph, wanted
+from xtrain.compiler.uncovered import refusal, uncovered_sites
 from xtrain.passes import fx_utils
-from xtrain.passes.cut_adds import find_cut_adds
 from xtrain.passes.insert_residual_dropout import InsertResult, insert_residual_dropout
 
 
@@ -25,6 +25,7 @@ class Backend:
         self.session = session
         self.training = training
         self.drops = training and session.options.dropout > 0
+        self._num_breaks_before = len(torch_compat.graph_breaks())
         # Dynamo shows this name in logs and errors.
         self.__name__ = "xtrain_train" if training else "xtrain_eval"
 
@@ -113,25 +114,10 @@ class Backend:
 
     def _check_covered(self, module: fx.GraphModule, inserted: InsertResult) -> None:
         report = self.session.report
-        lines = [
-            f"{slot.kind} in {readable_path(slot.path)}: {slot.reason}"
-            for slot in inserted.slots
-            if not slot.covered_by
-        ]
-        if not is_entry(module):
-            lines += [
-                f"{add.name} ({fx_utils.module_path(add) or 'the frame'}): a graph break lies "
-                "between the residual stream, the branch and their add"
-                for add in find_cut_adds(module.graph)
-            ]
+        lines = uncovered_sites(module, inserted)
         report.uncovered += [line for line in lines if line not in report.uncovered]
         if lines and self.session.options.strict:
-            raise SiteError(
-                "a residual site gets no dropout: "
-                + "; ".join(lines)
-                + ". Remove the cause (TORCH_LOGS=graph_breaks shows where a graph broke), or pass "
-                "strict=False to train without dropout there."
-            )
+            raise SiteError(refusal(lines, self._num_breaks_before))
 
     def _compile(
         self, inner: Callable[..., Any], module: fx.GraphModule, inputs: list[Any], key: str

@@ -1,0 +1,75 @@
+"""Say where a residual site gets no dropout, why, and what to do about it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from torch import fx
+
+from xtrain import torch_compat
+from xtrain.compiler.seeds import is_entry, readable_path
+from xtrain.passes.cut_adds import find_cut_adds
+from xtrain.passes.insert_residual_dropout import InsertResult
+
+_LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n\s*(?P<code>[^\n]*)')
+_MAX_BREAKS = 3
+
+
+def uncovered_sites(module: fx.GraphModule, inserted: InsertResult) -> list[str]:
+    """Return a line for each site of a graph that nobody's dropout covers."""
+    lines = [
+        f"{slot.kind} in {readable_path(slot.path)}: {slot.reason}"
+        for slot in inserted.slots
+        if not slot.covered_by
+    ]
+    if not is_entry(module):
+        lines += [
+            f"the add at {place_of(add)}: a graph break lies between the residual stream, the "
+            "branch and their add"
+            for add in find_cut_adds(module.graph)
+        ]
+    return list(dict.fromkeys(lines))
+
+
+def refusal(lines: list[str], num_breaks_before: int) -> str:
+    """Return the message of the error that strict mode raises for these lines.
+
+    Args:     num_breaks_before: graph breaks that Dynamo had listed before the model was compiled.
+    """
+    breaks = torch_compat.graph_breaks()
+    breaks = breaks[num_breaks_before if num_breaks_before <= len(breaks) else 0 :]
+    said = list(dict.fromkeys(f"{_short(place)} ({_first_line(why)})" for place, why in breaks))
+    if len(said) > 2 * _MAX_BREAKS:  # the cause is among the first, and what cut this add the last
+        said[_MAX_BREAKS:-_MAX_BREAKS] = [f"{len(said) - 2 * _MAX_BREAKS} more"]
+    text = "a residual site gets no dropout: " + "; ".join(lines)
+    if said:
+        text += (
+            f". The graph broke at {'; '.join(said)}. Write that part without sizes and branches "
+            "that depend on values (experts as grouped or batched products; in transformers "
+            "experts_implementation='grouped_mm')"
+        )
+    else:
+        text += ". Remove the cause"
+    return text + (
+        " (TORCH_LOGS=graph_breaks shows where a graph broke), or pass strict=False to train "
+        "without dropout there."
+    )
+
+
+def place_of(node: fx.Node) -> str:
+    """Return the file, line and code that a node was traced from, its name where none is known."""
+    found = list(_LINE.finditer(str(node.meta.get("stack_trace", ""))))
+    if not found:
+        return node.name
+    last = found[-1]
+    return f"{_short(last['file'])}:{last['line']}, `{last['code'].strip()}`"
+
+
+def _short(place: str) -> str:
+    """A file's place as a reader knows it: from its package on, or from this folder."""
+    return place.rpartition("site-packages/")[2].removeprefix(f"{Path.cwd()}/")
+
+
+def _first_line(reason: str) -> str:
+    return reason.strip().partition("\n")[0]
