@@ -120,3 +120,18 @@ def test_of_many_prompts_those_that_differ_are_shown():
     rows = [line.split() for line in text.splitlines() if line.strip().startswith("29 ")]
     assert rows and rows[0][:5] == ["29", "1", "same", "same", "differ"]
     assert "(18 more rows)" in text and text.endswith("verdict 3: the tokens differ\n")
+
+
+def test_a_narrow_window_moves_plots_and_tables_sideways():
+    """Shrunk to a telephone's width the labels were 7 pixels high, a text one letter wide."""
+    records = [decoded(Counting(shift), 4, 1, 2) for shift in (0.0, 0.25)]
+    text = page(compare(*records))
+    assert text.count("<svg") == 3
+    assert text.count("<svg") == len(re.findall(r'<div class="scroll"><svg', text))
+    assert text.count("<table") == len(re.findall(r'<div class="scroll"><table', text))
+    style = re.search(r"<style>(.*?)</style>", text, re.DOTALL)[1]
+    rules = dict(re.findall(r"([^{}]+?)\s*\{([^{}]*)\}", style))
+    rules = {selector.strip().split("\n")[-1]: body for selector, body in rules.items()}
+    assert "overflow-x: auto" in rules[".scroll"]
+    assert "min-width: 32rem" in rules["svg"] and "min-width: 16rem" in rules["td + td > code"]
+    assert "dasharray" in rules[".line.s1"]  # equal lines would hide each other

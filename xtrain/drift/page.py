@@ -31,13 +31,15 @@ th { white-space: nowrap; }
 td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 code { font-size: .92em; overflow-wrap: anywhere; }
 td:first-child code { white-space: nowrap; }
+td + td > code { display: inline-block; min-width: 16rem; }
 .value { min-width: 18rem; overflow-wrap: anywhere; }
-svg { width: 100%; height: auto; max-width: 44rem; display: block; }
+svg { width: 100%; height: auto; min-width: 32rem; max-width: 44rem; display: block; }
 svg text { fill: var(--dim); font: 12px system-ui, sans-serif; }
 .tick, .label { text-anchor: middle; } .end, .key { text-anchor: end; }
 svg .key { font-weight: 600; } svg .key.s0 { fill: var(--s0); } svg .key.s1 { fill: var(--s1); }
 .grid { stroke: var(--line); stroke-width: 1; }
-.line { fill: none; stroke: var(--s0); stroke-width: 2; } .line.s1 { stroke: var(--s1); }
+.line { fill: none; stroke: var(--s0); stroke-width: 2; }
+.line.s1 { stroke: var(--s1); stroke-dasharray: 8 6; }
 .dot { fill: var(--s0); } .dot.s1 { fill: var(--s1); } .dot.flips { fill: var(--bad); }
 .limit { stroke: var(--bad); stroke-width: 2; stroke-dasharray: 6 4; }
 """
@@ -112,7 +114,7 @@ def _growth(comparison: Comparison) -> list[str]:
         for layer in layers
     ]
     headers = ("block output", "max difference", "ulp", "relative to rms", "places that differ")
-    return ["<h2>Growth by layer</h2>", plot, _table(headers, rows, numbers=(1, 2, 3, 4))]
+    return ["<h2>Growth by layer</h2>", _scroll(plot), _table(headers, rows, numbers=(1, 2, 3, 4))]
 
 
 def _positions(comparison: Comparison) -> list[str]:
@@ -127,7 +129,7 @@ def _positions(comparison: Comparison) -> list[str]:
         "and above the dashed line keeps its token whichever pair moved.</p>",
     ]
     if comparison.max_shift > 0:
-        parts.append(_scatter(positions))
+        parts.append(_scroll(_scatter(positions)))
     rows = []
     for name, place in (
         ("smallest margin", comparison.smallest_margin),
@@ -179,7 +181,7 @@ def _margins(comparison: Comparison) -> list[str]:
     ]
     ends = next(m.ends for _, m in found if m is not None)
     headers = ("", f"first {ends} steps", f"last {ends} steps", "prompts that end in a loop")
-    return ["<h2>Margins by step</h2>", plot, _table(headers, rows, numbers=(1, 2))]
+    return ["<h2>Margins by step</h2>", _scroll(plot), _table(headers, rows, numbers=(1, 2))]
 
 
 def _prompts(comparison: Comparison) -> list[str]:
@@ -235,6 +237,11 @@ def _value(value: Any) -> str:
     if value is None:
         return "-"
     return escape(" ".join(map(str, value)) if isinstance(value, list) else str(value))
+
+
+def _scroll(plot: str) -> str:
+    """Return what a narrow window moves sideways instead of shrinking it beyond reading."""
+    return f'<div class="scroll">{plot}</div>'
 
 
 def _table(
