@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import nn
 from xtrain.drift import DriftError, Record, compare, record
 from xtrain.drift.models import derived_buffers
 from xtrain.drift.recording import Settings, record_prompts
-from xtrain.drift.report import as_text
+from xtrain.drift.report import as_json, as_text
 from xtrain.drift.values import to_float64
 
 
@@ -190,6 +191,25 @@ def test_an_observer_effect_is_said():
     assert found.contents["observer_effect"] == {"differs": True, "max_abs": pytest.approx(0.5)}
     assert "observer effect in A: watched, the logits move by 0.5" in as_text(compare(found, found))
     assert record(Rowwise(), tokens(), warm_up=1).contents["observer_effect"]["differs"] is False
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_an_observer_effect_that_is_not_finite_is_one(number):
+    class Breaking(Rowwise):
+        def forward(self, input_ids):
+            return super().forward(input_ids) + (number if self.layers[0]._forward_hooks else 0.0)
+
+    found = record(Breaking(), tokens(), warm_up=1)
+    assert found.contents["observer_effect"] == {"differs": True, "max_abs": float("inf")}
+    result = compare(found, found)
+    assert "the logits move by inf" in as_text(result)
+    json.dumps(as_json(result), allow_nan=False)
+
+    class Both(Rowwise):
+        def forward(self, input_ids):
+            return super().forward(input_ids) + number
+
+    assert record(Both(), tokens(), warm_up=1).contents["observer_effect"]["differs"] is False
 
 
 def test_a_graph_break_is_one_line():

@@ -108,7 +108,9 @@ class Runner:
         if self.observer_effect is None:
             self.observer_effect = {"differs": False, "max_abs": 0.0}
         if not torch.equal(observed_logits, plain):
-            delta = (observed_logits.double() - plain.double()).abs().nan_to_num(posinf=torch.inf)
+            x, y = observed_logits.double(), plain.double()
+            delta = (x - y).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
+            delta[(x == y) | (x.isnan() & y.isnan())] = 0.0
             worst = max(self.observer_effect["max_abs"], float(delta.max()))
             if worst > 0:
                 self.observer_effect = {"differs": True, "max_abs": worst}

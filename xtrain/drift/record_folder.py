@@ -259,6 +259,9 @@ class Record:
         self.tables = [tuple(OpKey(*key) for key in table) for table in self.contents["tables"]]
         self.cases = [Case(self, i) for i in range(len(self.contents["prompts"]))]
         self._verified = False
+        effect = self.contents["observer_effect"]
+        if effect is not None:
+            effect["max_abs"] = float(effect["max_abs"])  # "inf" in the file
         _check_names(self)
         for case in self.cases:
             check_arrays(case)

@@ -174,6 +174,9 @@ class _Recording:
             raise
 
     def _contents(self) -> dict[str, Any]:
+        effect = self.runner.observer_effect
+        if effect is not None:
+            effect = {**effect, "max_abs": json_number(effect["max_abs"])}
         return {
             "environment": environment.collect(),
             "model": {
@@ -184,7 +187,7 @@ class _Recording:
                 "weights": self.subject.weights,
             },
             "run": asdict(self.settings),
-            "observer_effect": self.runner.observer_effect,
+            "observer_effect": effect,
             "prompts": list(self.prompts),
         }
 
