@@ -124,7 +124,7 @@ class _Inserter:
         assert meta is not None
         slot = SiteSlot(site.kind, site.path, site.witnesses, meta.shape, "xtrain")
         if site.own is not None:
-            self.residual_dropouts.add(site.own)
+            self.residual_dropouts |= {*site.shared, *own_dropouts(site.branch, site.residual)}
             if self.existing == "skip" or is_xtrain_op(site.own):
                 return replace(slot, covered_by="model")
         if reason := _hazard(site):
@@ -135,6 +135,9 @@ class _Inserter:
             self.residual_dropouts.add(own)
             unread += reversed(_from_own(own, branch))
             branch = _without(own, branch, site.takers[0])
+        for own in filter(lambda n: n.users, site.shared):  # the first site of them takes it away
+            own.replace_all_uses_with(fx_utils.operand(own, 0, "input"))
+            unread.append(own)
         with graph.inserting_before(site.takers[0]):
             seeds = _seeds_input(graph)
             seed = _element(graph, seeds, 2 * row)

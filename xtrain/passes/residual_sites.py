@@ -41,7 +41,8 @@ from xtrain.passes.sums import Blend, blend, held_operands, is_sum, sum_operands
 from xtrain.passes.values import (
     carried_chain,
     filled_buffer,
-    is_absent_dropout,
+    is_active_dropout,
+    is_models_dropout,
     is_parameter,
     may_hold_floats,
     parameters_read_by,
@@ -58,6 +59,7 @@ class ResidualSite:
     residual:  the addend that carries the stream.
     kind:      "attention", "cross_attention" or "feed_forward", read off the branch's own ops.
     own:       an active dropout that the model itself has on this branch, or None.
+    shared:    active dropouts that the model has over a sum of branches, this one among them.
     path:      source name of the module whose code adds, "" for a frame's own code.
     takers:    the nodes that take the branch: the add, and the difference of a blend h + c (x - h).
     witnesses: parameters that the branch multiplies by, nearest the add first: who owns them is
@@ -69,6 +71,7 @@ class ResidualSite:
     residual: fx.Node
     kind: str
     own: fx.Node | None
+    shared: tuple[fx.Node, ...]
     path: str
     takers: tuple[fx.Node, ...]
     witnesses: tuple[fx.Node, ...]
@@ -138,12 +141,12 @@ class _Finder:
 
         Routed plus shared experts are summed inside the feed-forward module and so make one
         branch of the block's add; attention + feed-forward of a parallel block are summed in the
-        block's own code and so stay two, also under a dropout of p = 0 (Falcon). h + h is one
-        value, not two addends. A sum that is scaled before it joins the stream is one branch: the
-        routed and shared experts of a block that scales its branches (Granite).
+        block's own code and so stay two, also under one dropout, whatever its p (Falcon). h + h is
+        one value, not two addends. A sum that is scaled before it joins the stream is one branch:
+        the routed and shared experts of a block that scales its branches (Granite).
         """
         users = list(node.users)
-        while len(users) == 1 and is_absent_dropout(users[0]):
+        while len(users) == 1 and is_models_dropout(users[0]):
             users = list(users[0].users)
         if len(users) != 1 or not is_sum(users[0]):
             return None
@@ -163,7 +166,7 @@ class _Finder:
         for holder, operand in held_operands(add):
             assert isinstance(operand, fx.Node)
             link = operand
-            while is_absent_dropout(link):
+            while is_models_dropout(link):
                 link = fx_utils.operand(link, 0, "input")
             if is_sum(link) and self._outer_add(link) is add:
                 yield from self._addends(link)
@@ -183,7 +186,17 @@ class _Finder:
                 self.states.add(top)
             return []
         assert root is not None
-        return [self._describe(add, branch, residual, root) for add, branch in branches]
+        on_stream = [d for add, o in addends if o is residual for d in _dropouts_over(add, top)]
+        return [
+            self._describe(
+                add,
+                branch,
+                residual,
+                root,
+                [d for d in _dropouts_over(add, top) if d not in on_stream],
+            )
+            for add, branch in branches
+        ]
 
     def _is_state(self, root: fx.Node) -> bool:
         """Whether a value is a recurrence's: it starts empty, and is decayed before each sum."""
@@ -298,7 +311,12 @@ class _Finder:
         return set().union(*map(self._carried, outside))
 
     def _describe(
-        self, add: fx.Node, branch: fx.Node, residual: fx.Node, root: fx.Node
+        self,
+        add: fx.Node,
+        branch: fx.Node,
+        residual: fx.Node,
+        root: fx.Node,
+        shared: list[fx.Node],
     ) -> ResidualSite:
         reached = self._reach(root, self.order[add])
         members = self._between(root, branch, reached)
@@ -310,7 +328,8 @@ class _Finder:
             branch=branch,
             residual=residual,
             kind=branch_kind(members, reached),
-            own=own_dropout(branch, residual),
+            own=next(iter(shared), None) or own_dropout(branch, residual),
+            shared=tuple(shared),
             path=fx_utils.module_path(add),
             takers=(self.blends[add].inner, add) if add in self.blends else (add,),
             witnesses=tuple(parameters_read_by(members)),
@@ -349,3 +368,13 @@ class _Finder:
             if operand in reached and operand is not source:
                 found += self.outer._between(source, operand, reached)
         return list(dict.fromkeys(found)), reached
+
+
+def _dropouts_over(link: fx.Node, top: fx.Node) -> list[fx.Node]:
+    """The model's active dropouts between a link of a chain of sums and the chain's top."""
+    found = []
+    while link is not top and len(link.users) == 1:
+        (link,) = link.users
+        if is_active_dropout(link):
+            found.append(link)
+    return found

@@ -156,6 +156,12 @@ def is_active_dropout(node: fx.Node) -> bool:
     return bool(p) and training is not False
 
 
+def is_models_dropout(node: fx.Node) -> bool:
+    """Return whether a node is a dropout of the model's, active or not, and hands on one tensor."""
+    name = fx_utils.op_name(node)
+    return name in fx_utils.DROPOUT - {"native_dropout"} and not is_xtrain_op(node)
+
+
 def is_absent_dropout(node: fx.Node) -> bool:
     """Return whether a node is a dropout that hands its operand on as it is (not in a pair)."""
     name = fx_utils.op_name(node)
