@@ -9,6 +9,7 @@ generate  the model's own: Hugging Face's generate() with its cache, or xtrain.g
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +21,7 @@ from torch import Tensor
 from xtrain.drift.collect import Collector
 from xtrain.drift.errors import DriftError
 from xtrain.drift.observe import logits_of, observed
+from xtrain.drift.record_folder import CaseWriter
 from xtrain.drift.recording import _Recording, greedy
 
 PADDING_ID = 0  # to the right of what counts: a causal model's real tokens never see it
@@ -93,7 +95,7 @@ def _own_loop(recording: _Recording, numbers: Sequence[int]) -> None:
     for step in range(settings.num_tokens):
         _step(recording, cases, numbers, tokens, step)
     for case, number, row in zip(cases, numbers, tokens, strict=True):
-        case.close(_text(recording, row[len(recording.prompts[number]["tokens"]) :]))
+        _close(recording, case, row[len(recording.prompts[number]["tokens"]) :])
 
 
 def _step(
@@ -131,9 +133,16 @@ def _choose(recording: _Recording, logits: Tensor, prompt: int, step: int) -> in
     return min(int(np.searchsorted(cumulative, uniform, side="right")), len(cumulative) - 1)
 
 
-def _text(recording: _Recording, ids: Sequence[int]) -> str | None:
+def _close(recording: _Recording, case: CaseWriter, ids: Sequence[int]) -> None:
+    """Finish a prompt with its text, of which each step says how much went before it."""
     decode = recording.subject.decode
-    return decode(ids) if decode is not None else None
+    text = decode(ids) if decode is not None else None
+    for number, step in enumerate(case.steps):
+        if decode is None or text is None:
+            step["text_end"] = None
+        else:  # bytes that are no whole character yet are none of the text
+            step["text_end"] = len(os.path.commonprefix([decode(ids[:number]), text]))
+    case.close(text)
 
 
 # --- The model's own generation ------------------------------------------------------------------
@@ -164,7 +173,7 @@ def _generate(recording: _Recording, numbers: Sequence[int]) -> None:
             )
         for step, token in zip(case.steps, generated[row], strict=True):
             step["tokens"] = [token]  # what it chose, whatever it did to the logits
-        case.close(_text(recording, generated[row]))
+        _close(recording, case, generated[row])
 
 
 def _hugging_face(model: Any, ids: Tensor, num_tokens: int) -> list[list[int]]:

@@ -181,6 +181,9 @@ def check_case(contents: Any, path: Path, record: Mapping[str, Any], number: int
             length = len(record["prompts"][number]["tokens"]) + index
             if len(step["tokens"]) != 1 or step["length"] != length:
                 raise damaged(path, f"{where}length is not {length}, with one token chosen")
+        end = step.get("text_end")  # records from before it lack it
+        if not optional(is_count)(end) or (end or 0) > len(contents["text"] or ""):
+            raise wrong(path, where + "text_end", end)
         _check_positions(step, run["top_k"], path, where)
 
 

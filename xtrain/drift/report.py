@@ -86,9 +86,10 @@ def context(record: Record, position: Position) -> str:
     text, generated = case.prompt["text"], case.text
     if text is None or generated is None:
         return f"tokens {(case.prompt['tokens'] + tokens)[-8:]}"
-    # the share of the generated text that belongs to the tokens so far: exact for bytes
-    share = round(len(generated) * position.step / max(len(case.steps), 1))
-    return repr((text + generated[:share])[-MAX_TEXT:])
+    end = case.steps[position.step].info.get("text_end")
+    if end is None:  # a record from before: as much of the text as of the tokens, exact for bytes
+        end = round(len(generated) * position.step / max(len(case.steps), 1))
+    return repr((text + generated[:end])[-MAX_TEXT:])
 
 
 def _changes(comparison: Comparison) -> str:
