@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from peft import LoraConfig, PeftModel, get_peft_model
 from probe_model import P, ProbeModel
+from safetensors import safe_open
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.utils.generic import find_labels
 
@@ -23,10 +24,11 @@ SITES = ("attention", "feed_forward")
 IDS = torch.arange(18).view(2, 9)
 
 
-def llama():
+def llama(**options):
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
+            **options,
             vocab_size=32,
             hidden_size=32,
             intermediate_size=48,
@@ -169,3 +171,43 @@ def test_adapters_are_saved_by_the_models_own_method(tmp_path):
     assert list(loaded.state_dict()) == list(state)
     assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.state_dict().items())
     assert not (tmp_path / "model.safetensors").exists()
+
+
+# --- tied weights -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_tied_head_stays_the_embedding(backend, tmp_path):
+    """Row C48: through wrap, step, save and load; gradients of both uses summed, decayed once."""
+    model, plain = llama(tie_word_embeddings=True), llama(tie_word_embeddings=True)
+    compiled = compiled_llama(model, dropout=0.0, backend=backend)
+    assert compiled.lm_head.weight is compiled.model.embed_tokens.weight
+    for trained in (compiled, plain):
+        optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-2, weight_decay=0.5)
+        trained(input_ids=IDS, labels=IDS).loss.backward()
+        optimizer.step()
+    head, theirs = compiled.lm_head.weight, plain.lm_head.weight
+    assert head is compiled.model.embed_tokens.weight and head is model.lm_head.weight
+    torch.testing.assert_close(head.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(head, theirs, rtol=1e-4, atol=1e-5)
+
+    compiled.save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        stored = set(file.keys())
+    assert "model.embed_tokens.weight" in stored and "lm_head.weight" not in stored
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config.tie_word_embeddings
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert torch.equal(loaded.lm_head.weight, head)
+
+
+def test_a_head_of_its_own_is_saved_beside_the_embedding(tmp_path):
+    """Row C48, tie off: both tensors are there and differ."""
+    compiled = compiled_llama(llama(tie_word_embeddings=False))
+    compiled(input_ids=IDS, labels=IDS).loss.backward()
+    compiled.save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        head, embedding = (
+            file.get_tensor(name) for name in ("lm_head.weight", "model.embed_tokens.weight")
+        )
+    assert head.shape == embedding.shape and not torch.equal(head, embedding)
