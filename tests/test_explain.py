@@ -162,6 +162,18 @@ def test_checkpointed_blocks_are_shown_inside_their_calls():
         assert compiled[site["mask"]]["row"] == names.index(site["name"])
 
 
+def test_an_add_that_hides_in_another_op_is_shown_there():
+    explanation = explain(subject.load("explained_models:fused"), dropout=0.1)
+    data = as_json(explanation)
+    assert [site["name"] for site in data["sites"]] == ["0.feed_forward", "1.feed_forward"]
+    assert [site["add"] for site in data["sites"]] == ["addmm", "addmm_1"]
+    compiled = {node["key"]: node for node in data["graphs"][0]["compiled"]}
+    assert [compiled[site["mask"]]["row"] for site in data["sites"]] == [0, 1]
+    parsed = _Page()
+    parsed.feed(page(explanation))
+    assert {link[1:] for link in parsed.links} <= set(parsed.ids)
+
+
 def test_a_graph_break_is_placed_and_what_strict_mode_raises_is_said(capsys):
     assert main(["explained_models:broken", "--json", "-"]) == 0
     data = json.loads(capsys.readouterr().out)

@@ -27,6 +27,7 @@ from xtrain.explain.subject import Subject
 from xtrain.passes import fx_utils
 from xtrain.passes.insert_residual_dropout import InsertResult
 from xtrain.passes.residual_sites import find_residual_sites
+from xtrain.passes.spell_out_sums import spell_out_sums
 
 
 @dataclass
@@ -205,7 +206,7 @@ class _WatchedBackend(Backend):
             assert module is not None
             start = time.perf_counter()
             inserts = entry.name == graph_passes.INSERT_RESIDUAL_DROPOUT
-            sites = list(_sites(graph)) if inserts else []
+            sites = list(_spelt_out_sites(module)) if inserts else []
             before = self._snapshot(module)
             spent = time.perf_counter() - start
             result = entry.run(graph)
@@ -263,16 +264,31 @@ class _WatchedBackend(Backend):
         return "", ""
 
 
-def _sites(graph: fx.Graph, prefix: str = "") -> Any:
-    """Yield (key of the add, key of the model's own dropout) in the order of the pass's slots."""
+def _spelt_out_sites(module: fx.GraphModule) -> Any:
+    """The sites of a graph as the pass finds them: adds that hide in other ops are spelt out."""
+    module = fx_utils.clone_graph(module)
+    adds: dict[fx.Node, str] = {}
+    for part in fx_utils.walk_graphs(module):
+        adds |= spell_out_sums(part.graph)
+    return _sites(module.graph, adds)
+
+
+def _sites(graph: fx.Graph, adds: dict[fx.Node, str], prefix: str = "") -> Any:
+    """Yield (key of the add, key of the model's own dropout) in the order of the pass's slots.
+
+    adds: adds that were spelt out -> the op that they were traced as.
+    """
     by_add: dict[fx.Node, list[Any]] = {}
     for site in find_residual_sites(graph):
         by_add.setdefault(site.add, []).append(site)
     for node in graph.nodes:
         for site in by_add.get(node, ()):
-            yield prefix + node.name, prefix + site.own.name if site.own is not None else ""
+            yield (
+                prefix + adds.get(node, node.name),
+                prefix + site.own.name if site.own is not None else "",
+            )
         transparent = bool(fx_utils.body_operands(node))
         for body in fx_utils.called_bodies(node):
-            for add, own in _sites(body.graph, f"{prefix}{node.name}/"):
+            for add, own in _sites(body.graph, adds, f"{prefix}{node.name}/"):
                 if transparent or not own:
                     yield add, own

@@ -38,18 +38,22 @@ _FOREACH = {
 }
 
 
-def spell_out_sums(graph: fx.Graph) -> None:
-    """Rewrite the hidden adds of one graph, in place."""
+def spell_out_sums(graph: fx.Graph) -> dict[fx.Node, str]:
+    """Rewrite the hidden adds of one graph, in place; each new add -> the name of the op it was."""
+    adds: dict[fx.Node, str] = {}
     for node in list(graph.nodes):
         name = fx_utils.op_name(node)
+        found: list[fx.Node] = []
         if name in _FOREACH:
-            _spell_out_foreach(node, _FOREACH[name])
+            found = _spell_out_foreach(node, _FOREACH[name])
         elif name in _PRODUCTS and _is_residual(node):
-            _spell_out_product(node, name)
+            found = [_spell_out_product(node, name)]
         elif name == "linear" and _is_residual(node, 2):
-            _spell_out_linear(node)
+            found = [_spell_out_linear(node)]
         elif chain := chain_to_stack(node):
             _give_own_stack(node, chain)
+        adds |= dict.fromkeys(found, node.name)
+    return adds
 
 
 def _call(like: fx.Node, target: Any, args: tuple[Any, ...], **kwargs: Any) -> fx.Node:
@@ -71,11 +75,11 @@ def _call(like: fx.Node, target: Any, args: tuple[Any, ...], **kwargs: Any) -> f
     return node
 
 
-def _spell_out_foreach(node: fx.Node, name: str) -> None:
+def _spell_out_foreach(node: fx.Node, name: str) -> list[fx.Node]:
     """One call for each tensor of the lists; scalars, and lists of them, go along."""
     targets = fx_utils.operand(node, 0, "self")
     if not isinstance(targets, list | tuple) or not all(isinstance(t, fx.Node) for t in targets):
-        return
+        return []
 
     def of(i: int, argument: Any) -> Any:
         return argument[i] if isinstance(argument, list | tuple) else argument
@@ -97,6 +101,7 @@ def _spell_out_foreach(node: fx.Node, name: str) -> None:
             (user.args, user.kwargs), lambda n: results if n is node else n
         )
     node.graph.erase_node(node)
+    return results
 
 
 def _is_residual(node: fx.Node, position: int = 0) -> bool:
@@ -117,7 +122,7 @@ def _is_residual(node: fx.Node, position: int = 0) -> bool:
     return False
 
 
-def _spell_out_product(node: fx.Node, name: str) -> None:
+def _spell_out_product(node: fx.Node, name: str) -> fx.Node:
     first, second, product = _PRODUCTS[name]
     factors = fx_utils.operand(node, *first), fx_utils.operand(node, *second)
     branch = _call(node, product, factors)
@@ -125,16 +130,16 @@ def _spell_out_product(node: fx.Node, name: str) -> None:
         branch = _call(node, "sum", (branch, 0))
     beta = fx_utils.operand(node, 3, "beta", default=1)
     alpha = fx_utils.operand(node, 4, "alpha", default=1)
-    _add_instead(node, fx_utils.operand(node, 0, "input", "self"), branch, beta, alpha)
+    return _add_instead(node, fx_utils.operand(node, 0, "input", "self"), branch, beta, alpha)
 
 
-def _spell_out_linear(node: fx.Node) -> None:
+def _spell_out_linear(node: fx.Node) -> fx.Node:
     factors = fx_utils.operand(node, 0, "input"), fx_utils.operand(node, 1, "weight")
     branch = _call(node, torch.nn.functional.linear, factors)
-    _add_instead(node, fx_utils.operand(node, 2, "bias"), branch, 1, 1)
+    return _add_instead(node, fx_utils.operand(node, 2, "bias"), branch, 1, 1)
 
 
-def _add_instead(node: fx.Node, stream: fx.Node, branch: fx.Node, beta: Any, alpha: Any) -> None:
+def _add_instead(node: fx.Node, stream: fx.Node, branch: fx.Node, beta: Any, alpha: Any) -> fx.Node:
     """Put beta * stream + alpha * branch in a node's place, in the dtype of its result."""
     in_place = fx_utils.op_name(node).endswith("_")
     before, after = fx_utils.tensor_meta(stream), fx_utils.tensor_meta(node)
@@ -148,6 +153,7 @@ def _add_instead(node: fx.Node, stream: fx.Node, branch: fx.Node, beta: Any, alp
     total.meta = dict(node.meta)
     node.replace_all_uses_with(total)
     node.graph.erase_node(node)
+    return total
 
 
 def _give_own_stack(node: fx.Node, chain: list[fx.Node]) -> None:
