@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import traceback
@@ -143,3 +144,80 @@ def _unequal(rank):
 
 def test_unequal_local_batches_are_refused():
     run_on_two_ranks(_unequal)
+
+
+# --- unchanged models of transformers -----------------------------------------------------------
+
+LAYERS, SAMPLES = 3, 8
+
+
+def _llama(checkpointed, unused=False):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(3)
+    sizes = dict(hidden_size=32, intermediate_size=48, num_attention_heads=2, vocab_size=64)
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=LAYERS, **sizes)).train()
+    if checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if unused:  # a part that this loss never reaches
+        model.value_head = torch.nn.Linear(32, 1)
+    return model
+
+
+def _ids():
+    return torch.randint(64, (SAMPLES, 9), generator=torch.Generator().manual_seed(5))
+
+
+# name -> (per_block, checkpointed, options of DDP): all of them in one pair of processes
+WRAPPED = {
+    "whole, checkpoints": (False, True, {}),
+    "blocks, checkpoints": (True, True, {}),
+    "blocks, unused": (True, False, {"find_unused_parameters": True}),
+    "whole, unused": (
+        False,
+        False,
+        dict(find_unused_parameters=True, gradient_as_bucket_view=True),
+    ),
+}
+
+
+def _accumulating_steps(rank, per_block, checkpointed, ddp_options):
+    """Two steps of two micro-batches, the first under no_sync; the gradients of each step."""
+    torch._dynamo.reset()
+    compile_it = xtrain.compile_blocks if per_block else xtrain.compile
+    model = _llama(checkpointed, unused="find_unused_parameters" in ddp_options)
+    compiled = compile_it(model, dropout=0.1, seed=SEED, backend="aot_eager")
+    ddp = DistributedDataParallel(compiled, bucket_cap_mb=0.01, **ddp_options)
+    steps = []
+    for step in range(2):
+        ddp.zero_grad(set_to_none=True)
+        for micro in range(2):
+            first = 4 * rank + 2 * micro
+            compiled.set_step(step, first_sample=first)
+            part = _ids()[first : first + 2]
+            with ddp.no_sync() if micro == 0 else contextlib.nullcontext():
+                (ddp(input_ids=part, labels=part).loss / 2).backward()
+        gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        steps.append({name: gradient.numpy().copy() for name, gradient in gradients.items()})
+    report = compiled.report()
+    return steps, (len(report.sites), len(compiled.last_executed_sites), report.num_train_graphs)
+
+
+def _every_wrapped(rank):
+    return {name: _accumulating_steps(rank, *options) for name, options in WRAPPED.items()}
+
+
+def test_an_unchanged_llama_that_accumulates_gradients():
+    """Row C17 on transformers' own model and checkpoints, compiled whole or block by block."""
+    ranks = run_on_two_ranks(_every_wrapped)
+    model = _llama(checkpointed=False)
+    compiled = xtrain.compile(model, dropout=0.1, seed=SEED, backend="eager")
+    for step in range(2):
+        model.zero_grad(set_to_none=True)
+        compiled(input_ids=_ids(), labels=_ids()).loss.backward()
+        for name, (steps, counted) in (item for rank in ranks for item in rank.items()):
+            assert counted == (2 * LAYERS, 2 * LAYERS, 1), name
+            for path, parameter in model.named_parameters():
+                scale = parameter.grad.abs().max()
+                error = (torch.from_numpy(steps[step][path]) - parameter.grad).abs().max()
+                assert error <= 1e-5 * scale, f"{name}, step {step}, {path}: {error} of {scale}"
