@@ -291,6 +291,23 @@ def test_first_sample_where_samples_are_not_outermost():
         compiled(x)
 
 
+def test_numbers_before_the_samples_hold_no_batch():
+    """num_items_in_batch and the like are tensors without dimensions: whose batch is the next's."""
+
+    class Scaled(ProbeModel):
+        def forward(self, count, tokens):
+            return super().forward(tokens) * count
+
+    compiled = probe(Scaled())
+    count = torch.tensor(1.0)
+    whole = compiled(count, tokens())
+    parts = []
+    for start in (0, 2):
+        compiled.set_step(0, first_sample=start)
+        parts.append(compiled(count, tokens(2)))
+    assert torch.equal(torch.cat(parts), whole)
+
+
 # --- layers that share weights ------------------------------------------------------------------
 
 

@@ -137,7 +137,7 @@ class CompiledModel(nn.Module):
         tensors = entries.tensors_in(args, kwargs)
         session.last_executed = ()
         call = self._begin(tensors) if training and session.options.dropout > 0 else None
-        session.shapes[training].note(tensors)
+        session.shapes[training].note([tensor for tensor in tensors if tensor.ndim])
         session.shapes[training].mark(None, tensors)
         with _running(session, call), _clean_errors(), entries.trace_settings(session):
             result = self._entries[training](*args, **kwargs)
@@ -147,7 +147,7 @@ class CompiledModel(nn.Module):
         return result
 
     def _begin(self, tensors: list[torch.Tensor]) -> Call:
-        batch = tensors[0].shape[0] if tensors and tensors[0].ndim else 1
+        batch = next((tensor.shape[0] for tensor in tensors if tensor.ndim), 1)
         if torch_compat.in_backward():
             return Call(self._replays.find("forward", tensors), batch)
         keys = self._session.keys
