@@ -56,6 +56,7 @@ assert not {"torch", "triton", "transformers"} & set(sys.modules)
         (["tiny", "--html", "no/where.html"], "--html: there is no folder no"),
         (["tiny", "--disable-pass", "normalize"], "disable_passes names 'normalize'"),
         (["/"], "no config.json in /"),
+        ([__file__], "is a file; MODEL is a Hugging Face config folder, or module:function"),
         (["no_such_module:f"], "cannot import 'no_such_module': ModuleNotFoundError"),
         (["explained_models:whol"], "explained_models has no 'whol'; did you mean whole?"),
         (["explained_models:number"], "explained_models:number must be a function, got int"),

@@ -21,6 +21,11 @@ def kind_of(model: str) -> str:
     if model in PRESETS:
         return "preset"
     if path.exists():
+        if path.is_file() and path.name != "config.json":
+            raise ExplainError(
+                f"{model!r} is a file; MODEL is a Hugging Face config folder, or module:function "
+                f"for a function of a Python module ({path.stem}:NAME)"
+            )
         folder = path if path.is_dir() else path.parent
         if not (folder / "config.json").is_file():
             raise ExplainError(f"no config.json in {folder}; MODEL is a Hugging Face config folder")
