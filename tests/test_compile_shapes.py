@@ -13,7 +13,7 @@ from mask_oracle import keep_mask
 from torch import nn
 
 import xtrain
-from xtrain.compiler.layer_state import LayerView, numbers_of_layers
+from xtrain.compiler.layer_state import DictView, LayerView, numbers_of_layers
 from xtrain.model import Config, Transformer
 from xtrain.rng import site_seed
 
@@ -134,6 +134,19 @@ def test_twelve_layers_of_transformers_share_one_graph(family, caplog):
     assert "recompile_limit" not in caplog.text and "cache_size_limit" not in caplog.text
 
 
+def test_layers_of_an_encoder_and_a_decoder_share_graphs():
+    """T5's first layers compute the position bias, the others are given it: two graphs a list."""
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(d_model=16, d_kv=8, d_ff=32, num_heads=2, vocab_size=VOCAB, dropout_rate=0.0)
+    torch.manual_seed(0)
+    config = transformers.T5Config(num_layers=4, decoder_start_token_id=0, **sizes)
+    model = transformers.T5ForConditionalGeneration(config)
+    compiled = compiled_with(xtrain.compile_blocks, model)
+    losses(compiled, [(2, 9)])
+    assert num_graphs(compiled) == (4, 0) and len(compiled.last_executed_sites) == 4 * 5
+    torch.testing.assert_close(losses(compiled.eval(), [(2, 9)]), losses(model, [(2, 9)]))
+
+
 def test_the_cache_and_the_masks_of_layers_that_share_a_graph():
     """Logits, cache and gradients; the truth is the plain model with NumPy's masks in hooks."""
     model = build("llama", n_layers=3)
@@ -213,7 +226,7 @@ def test_two_forwards_before_two_backwards_of_shared_graphs():
 class Store:
     def __init__(self, number):
         self.entries = [None] * number
-        self.total = 0
+        self.seen = dict.fromkeys(range(number), 0)
 
 
 class Reader(nn.Module):
@@ -226,6 +239,7 @@ class Reader(nn.Module):
 
     def forward(self, x, store):
         store.entries[self.index] = x
+        store.seen[self.index] = store.seen.get(self.index) + 1
         return x + self.down(self.up(x + self.rule(store.entries, self.index)))
 
 
@@ -263,6 +277,7 @@ def test_whatever_a_layer_reads_is_what_the_list_holds(rule):
         found, kept = compiled(x)
         assert torch.equal(found, expected) and type(kept.entries) is list
         assert all(map(torch.equal, kept.entries, store.entries))
+        assert type(kept.seen) is dict and kept.seen == dict.fromkeys(range(4), 1)
     if rule in ("own", "number"):
         assert compiled.report().num_train_graphs == 1
 
@@ -275,6 +290,17 @@ def test_a_view_is_the_list():
     assert entries == [[], "own", "other"] and view[1] == "own"
     assert len(view) == 3 and list(view) == entries and view.index("own") == 1
     with pytest.raises(IndexError):
+        view[3]
+
+
+def test_a_view_of_a_dict_is_the_dict():
+    entries = {0: "a", 1: "b", 2: "c"}
+    view = DictView(entries, 1)
+    assert (view[1], view[0], view.get(1), view.get(2), view.get(5)) == ("b", "a", "b", "c", None)
+    view[1] = "own"
+    assert 1 in view and 5 not in view and list(view.values()) == ["a", "own", "c"]
+    assert entries[1] == "own" and view[1] == "own"
+    with pytest.raises(KeyError):
         view[3]
 
 

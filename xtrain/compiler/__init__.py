@@ -105,9 +105,9 @@ def compile_blocks(
     `compile`.
 
     Layers share a graph although each reads an entry of its own in an object that all are given,
-    a list with one entry per layer: transformers' key-value cache, which is on by default. Other
-    state by layer (a dict by layer number, as in the cache of an encoder-decoder) costs a graph
-    for each layer; past Dynamo's recompile_limit a training forward raises.
+    in a list with one entry per layer or a dict by layer number: transformers' key-value caches,
+    which are on by default. Other state by layer costs a graph for each layer; past Dynamo's
+    recompile_limit a training forward raises.
 
     Raises:   ValueError if the model has no blocks (elements of a ModuleList with two matrices or
               more); else as `compile`.

@@ -2,9 +2,10 @@
 
 transformers hands every layer the whole key-value cache, and layer i reads `cache.layers[i]`.
 Dynamo guards an entry by its place in the list, so the graph of one layer would serve no other.
-While a layer runs, such a list is replaced by a view in which the layer's own entry has a place
-that all layers have in common. Nothing else changes: what is read or written through the view is
-the list's own entry, and an entry of another layer is looked up in the list, and guarded there.
+While a layer runs, such a list (or dict by layer number) is replaced by a view in which the layer's
+own entry has a place that all layers have in common. Nothing else changes: what is read or written
+through the view is the list's own entry, and an entry of another layer is looked up in the list,
+and guarded there.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ _INDEX = "xtrain_layer_index"
 class LayerView:
     """A list with one entry per layer, as the layer that runs sees it; Dynamo traces its methods.
 
+    Or a dict whose keys are the numbers of the layers: DictView.
+
     The comparison of two symbols, the index that the layer asks for and the layer's own, is all
     that a graph guards: not the number.
     """
 
-    def __init__(self, entries: list[Any], index: int):
+    def __init__(self, entries: Any, index: int):
         self.entries = entries
         self.own = entries[index]
         self.is_written = False
@@ -56,12 +59,25 @@ class LayerView:
         self.is_shared = False  # the method may move entries about
         return getattr(self.listed(), name)
 
-    def listed(self) -> list[Any]:
-        """Return the list itself, with what the layer has written to its own entry."""
+    def listed(self) -> Any:
+        """Return the list or dict itself, with what the layer has written to its own entry."""
         if self.is_written:
             self.entries[self.xtrain_layer_index] = self.own
             self.is_written = False
         return self.entries
+
+
+class DictView(LayerView):
+    """The same of a dict from layer number to entry."""
+
+    def get(self, index: Any, default: Any = None) -> Any:
+        """Return a layer's entry, or `default`."""
+        if self.is_shared and index == self.xtrain_layer_index:
+            return self.own
+        return self.listed().get(index, default)
+
+    def __contains__(self, index: Any) -> bool:
+        return index in self.listed()
 
 
 @contextmanager
@@ -74,7 +90,7 @@ def shown_to_layer(place: tuple[int, int], arguments: Sequence[Any]) -> Iterator
     views: list[tuple[dict[str, Any], str, LayerView]] = []
     for argument in arguments:
         for fields, name in list(_lists_of_entries(argument, num_layers, depth=1)):
-            view = LayerView(fields[name], index)
+            view = (DictView if type(fields[name]) is dict else LayerView)(fields[name], index)
             fields[name] = view
             views.append((fields, name, view))
     try:
@@ -88,11 +104,12 @@ def shown_to_layer(place: tuple[int, int], arguments: Sequence[Any]) -> Iterator
 def _lists_of_entries(
     value: Any, num_layers: int, depth: int
 ) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield (fields of an object, name) of each list that keeps one entry per layer."""
+    """Yield (fields of an object, name) of each list or dict that keeps one entry per layer."""
     if not _has_fields(value):
         return
     for name, field in vars(value).items():
-        if type(field) is list and len(field) == num_layers and all(map(_is_entry, field)):
+        is_list = type(field) is list and len(field) == num_layers and all(map(_is_entry, field))
+        if is_list or (type(field) is dict and list(field) == list(range(num_layers))):
             yield vars(value), name
         elif depth:  # an encoder-decoder's cache holds two
             yield from _lists_of_entries(field, num_layers, depth - 1)
