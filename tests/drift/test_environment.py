@@ -6,7 +6,9 @@ import json
 
 import pytest
 import torch
+from drift_models import decoder, tokens
 
+from xtrain.drift import compare, record
 from xtrain.drift.environment import collect, driver_version
 
 EXPECTED = {
@@ -114,6 +116,41 @@ def test_switches_are_read_where_they_are_set():
         torch.use_deterministic_algorithms(False)
     assert found["precision.float32_matmul"] == "medium"
     assert found["deterministic.algorithms"] is True and found["deterministic.warn_only"] is True
+
+
+def test_modes_that_change_numbers_are_part_of_it():
+    """A record under autocast, or with denormals flushed, differs by nothing else that is kept."""
+    assert torch.set_flush_denormal(True), "x86 can"
+    try:
+        flushed = collect()
+    finally:
+        torch.set_flush_denormal(False)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = collect()
+    fast, plan = torch.backends.mha.get_fastpath_enabled(), torch.backends.opt_einsum.enabled
+    try:
+        torch.backends.mha.set_fastpath_enabled(not fast)
+        torch.backends.opt_einsum.enabled = False
+        other = collect()
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        torch.backends.opt_einsum.enabled = plan
+    usual = collect()
+    changed = [{n for n in usual if found[n] != usual[n]} for found in (flushed, cast, other)]
+    assert changed[0] == {"precision.flush_denormal"} and flushed["precision.flush_denormal"]
+    assert changed[1] == {"precision.autocast_cpu"} and cast["precision.autocast_cpu"] == "bfloat16"
+    assert usual["precision.autocast_cpu"] is None
+    einsum = {"einsum.strategy"} if torch.backends.opt_einsum.is_available() else set()
+    assert changed[2] == {"sdpa.mha_fastpath"} | einsum
+
+
+def test_two_records_that_autocast_alone_tells_apart():
+    model, x = decoder(), tokens()
+    plain = record(model, x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = record(model, x)
+    changes = compare(plain, cast).environment_changes
+    assert changes == [("precision.autocast_cpu", None, "bfloat16")]
 
 
 @pytest.mark.parametrize(

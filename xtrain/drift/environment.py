@@ -31,7 +31,14 @@ SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|CREDENTIAL|_KEY$")
 
 def collect() -> dict[str, Any]:
     """Return the environment of this process as torch sees it now."""
-    found: dict[str, Any] = {**_python(), **_cpu(), **_torch(), **_precision(), **_cuda()}
+    found: dict[str, Any] = {
+        **_python(),
+        **_cpu(),
+        **_torch(),
+        **_precision(),
+        **_modes(),
+        **_cuda(),
+    }
     for name, value in sorted(os.environ.items()):
         if VARIABLES.fullmatch(name) and not (NO_KERNEL.fullmatch(name) or SECRET.search(name)):
             found[f"env.{name}"] = value
@@ -140,6 +147,31 @@ def _precision() -> dict[str, Any]:
             value = _ask(lambda o=owner, k=kind: getattr(getattr(backends, o), k).fp32_precision)
             found[f"precision.{owner}_{kind}"] = value
     return found
+
+
+def _modes() -> dict[str, Any]:
+    import torch
+
+    backends: Any = torch.backends
+    found: dict[str, Any] = {}
+    for device in ("cpu", "cuda"):
+        found[f"precision.autocast_{device}"] = _ask(lambda device=device: _autocast(device))
+    # there is no switch to read: the smallest number keeps its value or does not
+    tiny = torch.full((1,), torch.finfo(torch.float32).smallest_normal / 2, dtype=torch.float32)
+    found["precision.flush_denormal"] = not bool((tiny + 0).count_nonzero())
+    einsum = backends.opt_einsum
+    in_use = einsum.is_available() and einsum.enabled
+    found["einsum.strategy"] = _ask(lambda: einsum.strategy if in_use else None)
+    found["sdpa.mha_fastpath"] = _ask(lambda: backends.mha.get_fastpath_enabled())
+    return found
+
+
+def _autocast(device: str) -> str | None:
+    import torch
+
+    if not torch.is_autocast_enabled(device):
+        return None
+    return str(torch.get_autocast_dtype(device)).removeprefix("torch.")
 
 
 def _cuda() -> dict[str, Any]:
