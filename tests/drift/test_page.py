@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from xtrain.drift import compare
+from xtrain.drift import compare, record
 from xtrain.drift.margins import margins
 from xtrain.drift.models import Subject, hash_weights
 from xtrain.drift.page import page
@@ -135,3 +135,15 @@ def test_a_narrow_window_moves_plots_and_tables_sideways():
     assert "overflow-x: auto" in rules[".scroll"]
     assert "min-width: 32rem" in rules["svg"] and "min-width: 16rem" in rules["td + td > code"]
     assert "dasharray" in rules[".line.s1"]  # equal lines would hide each other
+
+
+def test_ops_that_nobody_compared_are_not_called_the_same():
+    """Of a model that is compiled already logits alone are known."""
+    model, x = Counting(), torch.ones(1, 3, dtype=torch.long)
+    found = compare(record(model, x), record(model, x, mode="unobserved"))
+    assert found.prompts[0].num_matched == 0 and found.exit_code == 0
+    assert re.search(r"^0 +1 +- +same +same +-$", as_text(found), re.MULTILINE)
+    assert "<td>-</td><td>same</td><td>same</td>" in page(found)
+    both = compare(record(model, x), record(model, x))
+    assert both.prompts[0].num_matched == both.num_matched > 0
+    assert both.prompts[0].words == ("same", "same", "same")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from drift_models import Rowwise, decoder, next_up, tokens
@@ -60,3 +63,16 @@ def test_a_baseline_of_decoded_prompts(tmp_path):
         other.head.mul_(-1)
     with pytest.raises(AssertionError, match="not comparable: other weights: head"):
         drift.assert_no_drift(other, tmp_path / "base.drift")
+
+
+def test_the_page_s_example_as_it_stands(tmp_path, monkeypatch):
+    """What a reader pastes: the comparison at its end is that of the model with itself."""
+    text = (Path(__file__).resolve().parents[2] / "docs" / "drift.md").read_text()
+    code = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
+    monkeypatch.chdir(tmp_path)
+    model, x = decoder(), tokens(2)
+    drift.record(model, x, out="tests/baseline.drift")
+    names = {"torch": torch, "model": model, "tokens": x, "vector": torch.ones(48)}
+    exec(code, names)
+    assert names["comparison"].exit_code == 0 and len(names["comparison"].positions) == x.numel()
+    assert names["linear"].cases[0].steps[0].logits()[0].shape == (1, 440)

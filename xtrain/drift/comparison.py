@@ -77,6 +77,14 @@ class PromptResult:
     logits_equal: bool
     tokens_equal: bool
     first_divergence: Divergence | None
+    num_matched: int  # results of ops and blocks that both have
+
+    @property
+    def words(self) -> tuple[str, str, str]:
+        """Ops, logits and tokens, each "same" or "differ"; ops "-" where none has a partner."""
+        equal = (self.ops_equal, self.logits_equal, self.tokens_equal)
+        ops, logits, tokens = ("same" if value else "differ" for value in equal)
+        return ops if self.num_matched else "-", logits, tokens
 
 
 @dataclass
@@ -189,7 +197,7 @@ def _compare_case(
 ) -> PromptResult:
     first: Divergence | None = None
     ops_equal = logits_equal = tokens_equal = True
-    num_steps = 0
+    num_steps, before = 0, result.num_matched
     for step_a, step_b in zip(a.steps, b.steps, strict=False):
         found = _compare_ops(result, step_a, step_b, unmatched)
         num_steps += 1
@@ -203,7 +211,15 @@ def _compare_case(
         if step_a.tokens != step_b.tokens:
             tokens_equal = False
             break  # from here on the inputs differ
-    return PromptResult(a.number, num_steps, ops_equal, logits_equal, tokens_equal, first)
+    return PromptResult(
+        prompt=a.number,
+        num_steps=num_steps,
+        ops_equal=ops_equal,
+        logits_equal=logits_equal,
+        tokens_equal=tokens_equal,
+        first_divergence=first,
+        num_matched=result.num_matched - before,
+    )
 
 
 def _compare_ops(

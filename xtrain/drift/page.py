@@ -189,9 +189,7 @@ def _prompts(comparison: Comparison) -> list[str]:
     for result in comparison.prompts:
         first = result.first_divergence
         where = "" if first is None else f"step {first.step}, <code>{escape(str(first))}</code>"
-        equal = (result.ops_equal, result.logits_equal, result.tokens_equal)
-        words = ["same" if value else "differ" for value in equal]
-        rows.append((str(result.prompt), str(result.num_steps), *words, where))
+        rows.append((str(result.prompt), str(result.num_steps), *result.words, where))
     headers = ("prompt", "steps", "ops", "logits", "tokens", "differs from")
     return ["<h2>Prompts</h2>", _table(headers, rows, numbers=(0, 1))] if rows else []
 

@@ -131,14 +131,7 @@ def _prompts(comparison: Comparison) -> str:
         where = "-"
         if p.first_divergence:
             where = f"step {p.first_divergence.step}, {p.first_divergence}"
-        rows.append(
-            (
-                p.prompt,
-                p.num_steps,
-                *map(_same, (p.ops_equal, p.logits_equal, p.tokens_equal)),
-                where,
-            )
-        )
+        rows.append((p.prompt, p.num_steps, *p.words, where))
     headers = ("prompt", "steps", "ops", "logits", "tokens", "differs from")
     return _table(rows, headers) if rows else ""
 
@@ -261,10 +254,6 @@ def _table(rows: Sequence[Sequence[Any]], headers: Sequence[str]) -> str:
     shown = list(rows[:MAX_ROWS])
     text = tabulate(shown, headers, disable_numparse=True)
     return text + (f"\n({len(rows) - MAX_ROWS} more rows)" if len(rows) > MAX_ROWS else "")
-
-
-def _same(equal: bool) -> str:
-    return "same" if equal else "differ"
 
 
 def _short(value: Any) -> str:
