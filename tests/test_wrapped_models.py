@@ -173,6 +173,32 @@ def test_adapters_are_saved_by_the_models_own_method(tmp_path):
     assert not (tmp_path / "model.safetensors").exists()
 
 
+class TailedNet(torch.nn.Module):
+    """Its last residual branch stands outside of any block."""
+
+    def __init__(self):
+        super().__init__()
+        pairs = [[torch.nn.Linear(8, 8) for _ in range(2)] for _ in range(2)]
+        self.layers = torch.nn.ModuleList(map(torch.nn.ModuleList, pairs))
+        self.tail = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        for up, down in self.layers:
+            x = x + down(up(x).relu())
+        return x + self.tail(x)
+
+
+def test_sites_outside_of_blocks_keep_their_name_under_an_adapter():
+    """PEFT reaches the model through __getattr__, and Dynamo names it by its __dict__."""
+    config = LoraConfig(r=2, target_modules=["tail"], lora_dropout=0.25)
+    compiled = compiled_llama(get_peft_model(TailedNet(), config).train())
+    compiled(torch.randn(2, 3, 8)).sum().backward()
+    report = compiled.report()
+    blocks = [f"base_model.model.layers.{i}.feed_forward" for i in range(2)]
+    assert [s.name for s in report.sites] == [*blocks, "base_model.model.feed_forward"]
+    assert report.unseeded == ["dropout in base_model.model.tail.lora_dropout.default"]
+
+
 # --- tied weights -------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ normalised aten graphs alike: an op is recognised by its name, whatever spelling
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -103,6 +104,9 @@ SOFTMAX = frozenset({"softmax", "_softmax", "_safe_softmax"})
 TRANSPARENT_CALLS = frozenset(
     {"tag_activation_checkpoint", "wrap", "wrap_activation_checkpoint", "wrap_with_autocast"}
 )
+
+# How Dynamo spells a module that code takes from the __dict__ of the one that holds it.
+_HELD_MODULE = re.compile(r"(?:\.__dict__\['_modules'\]|\._modules)\['([^']*)'\]")
 
 _OPERATOR_NAMES = {operator.matmul: "matmul", operator.imatmul: "matmul"}
 
@@ -212,9 +216,13 @@ def _is_depthwise(node: fx.Node) -> bool:
 
 
 def module_path(node: fx.Node) -> str:
-    """Return the source name of the innermost module that a node was traced in, "" if unknown."""
+    """Return the source name of the innermost module that a node was traced in, "" if unknown.
+
+    A module that another hands out by __getattr__ (PEFT's) is spelt as one that it holds.
+    """
     stack = node.meta.get("nn_module_stack")
-    return next(reversed(stack.values()))[0] if stack else ""
+    path = next(reversed(stack.values()))[0] if stack else ""
+    return _HELD_MODULE.sub(r".\1", path)
 
 
 def walk_graphs(module: fx.GraphModule) -> Iterator[fx.GraphModule]:
