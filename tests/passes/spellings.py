@@ -35,6 +35,7 @@ SPELLINGS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "x.add_(h)": lambda x, h, s: x.add_(h),
     "x + h as fp64": lambda x, h, s: x.double() + h.double(),
     "x + h reshaped": lambda x, h, s: (x.view(-1, D) + h.reshape(-1, D)).view(B, T, D),
+    "x + h with a dim more": lambda x, h, s: (x[None] + h[None, ..., :])[0],
     "x * 0.5 + h": lambda x, h, s: x * 0.5 + h,
     "0.5 * x + h": lambda x, h, s: 0.5 * x + h,
     "x / 2 + h": lambda x, h, s: x / 2 + h,
@@ -83,7 +84,17 @@ SPELLINGS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "stack, weighted, einsum": lambda x, h, s: torch.einsum(
         "k,kbtd->btd", s.expand(2), torch.stack([x, h])
     ),
+    "stack, weighted, einsum, any dims": lambda x, h, s: torch.einsum(
+        "...k, k -> ...", torch.stack([x, h], -1), s.expand(2)
+    ),
+    "stack, weighted by token": lambda x, h, s: torch.einsum(
+        "btk,btkd->btd", gate(x)[..., :2], torch.stack([x, h], 2)
+    ),
     "stack, weighted, matmul": lambda x, h, s: torch.stack([x, h], -1) @ s.expand(2),
+    "stack, weighted, linear": lambda x, h, s: F.linear(
+        torch.stack([x, h], -1), s.expand(1, 2)
+    ).squeeze(-1),
+    "stack.sum, dim kept": lambda x, h, s: torch.stack([x, h]).sum(0, keepdim=True)[0],
     "stack, weighted, tensordot": lambda x, h, s: torch.tensordot(
         s.expand(2), torch.stack([x, h]), dims=1
     ),
@@ -191,6 +202,10 @@ LOOK_ALIKES: dict[str, Callable[[Tensor, Model], object]] = {
     ),
     "stacked experts": lambda x, m: torch.stack([m.linears[i](x) for i in range(3)]).sum(0),
     "stacked states": lambda x, m: torch.stack([x, m.branch(x)]),
+    "stacked states, projected": lambda x, m: m.linears[2](torch.stack([x, m.branch(x)], 1)),
+    "stacked states, mixed": lambda x, m: F.linear(
+        torch.stack([x, m.branch(x)], -1), m.linears[0].weight[:, :2]
+    ),
     "a norm of stacked states": lambda x, m: torch.stack([x, m.branch(x)]).square().sum(0),
     "stacked states, summed over tokens": lambda x, m: torch.stack([x, m.branch(x)]).sum(2),
     "streams read out": lambda x, m: torch.stack(

@@ -158,3 +158,65 @@ def test_an_op_under_a_mask_by_hand_is_left_whole():
     assert [slot.covered_by for slot in result.slots] == [""]
     assert code_of(module) == code_of(captured.module)
     assert [s.covered_by for s in insert(captured, "skip")[1].slots] == ["model"]
+
+
+PARTS = {
+    "half of the channels": lambda h, drop: torch.cat([drop(h[..., :4]), h[..., 4:]], -1),
+    "one of two addends": lambda h, drop: F.layer_norm(drop(h) + h.sin(), (D,)),
+    "one of two experts, scaled": lambda h, drop: 0.5 * (h.cos() - drop(h)),
+    "one of two that are stacked and cut": lambda h, drop: torch.stack([drop(h), h.sin()])[1],
+}
+WHOLE = {
+    "both halves": lambda h, drop: torch.cat([drop(h[..., :4]), drop(h[..., 4:])], -1),
+    "both addends": lambda h, drop: (drop(h) + drop(h.sin())) * 0.5,
+    "the sum of a part and the rest": lambda h, drop: drop(drop(h) + h.sin()) * 0.5,
+}
+
+
+def part(name):
+    function = (PARTS | WHOLE)[name]
+    return Own(lambda h: function(h, lambda v: F.dropout(v, OWN_P)))
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_branch_that_is_dropped_in_part_is_refused_or_replaced_whole(name):
+    captured = capture(part(name), stream())
+    module, result = insert(captured, "skip")
+    assert [slot.covered_by for slot in result.slots] == [""]
+    assert "drops a part of this branch" in result.slots[0].reason
+    assert "existing='replace'" in result.slots[0].reason and result.unseeded == []
+    assert code_of(module) == code_of(captured.module)
+
+
+@pytest.mark.parametrize("name", [*PARTS, *WHOLE])
+def test_parts_that_are_dropped_are_replaced_together(name):
+    model = part(name)
+    module, result = insert(capture(model, stream()), "replace")
+    assert [slot.covered_by for slot in result.slots] == ["xtrain"] and result.unseeded == []
+    (found,) = module(stream(), *model.parameters(), seeds_tensor([(3, 0)]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(F, "dropout", lambda v, p: v)
+        expected = masked_eagerly(model, (stream(),), [(3, 0)])
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_parts_that_are_all_dropped_are_left(name):
+    _, result = insert(capture(part(name), stream()), "skip")
+    assert [slot.covered_by for slot in result.slots] == ["model"] and result.unseeded == []
+
+
+@pytest.mark.parametrize("existing", ["skip", "replace"])
+def test_the_dropout_of_a_site_inside_a_branch_is_that_sites(existing):
+    class Nested(Model):
+        kinds = ("feed_forward", "feed_forward")
+        num_linear = 2
+
+        def forward(self, x):
+            z = self.branch(x)
+            z = z + self.marks[0](F.dropout(self.branch(z, 1), OWN_P))
+            return x + self.marks[1](F.layer_norm(z, (D,)))
+
+    _, result = insert(capture(Nested(), stream()), existing)
+    first = "model" if existing == "skip" else "xtrain"
+    assert [slot.covered_by for slot in result.slots] == [first, "xtrain"]

@@ -25,7 +25,13 @@ from torch import fx
 from xtrain.ops.dropout import FORWARD as DROPOUT_OP
 from xtrain.passes import fx_utils
 from xtrain.passes.cut_adds import find_cut_adds
-from xtrain.passes.own_dropouts import is_masked_by_hand, is_random_mask, own_dropout, own_dropouts
+from xtrain.passes.own_dropouts import (
+    is_dropped_whole,
+    is_masked_by_hand,
+    is_random_mask,
+    own_dropout,
+    own_dropouts,
+)
 from xtrain.passes.residual_sites import ResidualSite, find_residual_sites
 from xtrain.passes.result import PassResult
 from xtrain.passes.spell_out_sums import spell_out_sums
@@ -37,6 +43,10 @@ SEEDS = "xtrain_seeds"
 _VIEWS = (fx_utils.VIEW_LIKE - {"clone"}) | {"getitem", "slice", "narrow", "chunk", "split"}
 # Where torch's attention functions take the probability of dropping attention probabilities.
 _ATTENTION_P = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
+_IN_PART = (
+    "the model's own dropout ({}) drops a part of this branch and leaves the rest; pass "
+    "existing='replace' to have one mask over the whole"
+)
 
 
 @dataclass(frozen=True)
@@ -97,6 +107,7 @@ class _Inserter:
         self.existing = existing
         self.bodies: dict[fx.GraphModule, list[SiteSlot]] = {}
         self.residual_dropouts: set[fx.Node] = set()
+        self.adds: set[fx.Node] = set()
 
     def run(self, graph: fx.Graph, calls: tuple[fx.Node, ...] = ()) -> list[SiteSlot]:
         """Insert into one graph and its bodies; the slots in execution order.
@@ -107,6 +118,7 @@ class _Inserter:
         sites: dict[fx.Node, list[ResidualSite]] = {}
         for site in find_residual_sites(graph, calls if find_cut_adds(graph) else ()):
             sites.setdefault(site.add, []).append(site)
+        self.adds |= sites.keys()
         slots: list[SiteSlot] = []
         rows = 0
         for node in list(graph.nodes):
@@ -123,15 +135,19 @@ class _Inserter:
         meta = fx_utils.tensor_meta(site.branch)
         assert meta is not None
         slot = SiteSlot(site.kind, site.path, site.witnesses, meta.shape, "xtrain")
+        owns: list[fx.Node] = []
         if site.own is not None:
-            self.residual_dropouts |= {*site.shared, *own_dropouts(site.branch, site.residual)}
+            owns = list(own_dropouts(site.branch, site.residual, self.adds))
+            self.residual_dropouts |= {*site.shared, *owns}
             if self.existing == "skip" or is_xtrain_op(site.own):
-                return replace(slot, covered_by="model")
-        if reason := _hazard(site):
+                if site.shared or is_dropped_whole(site.branch, self.adds):
+                    return replace(slot, covered_by="model")
+                return replace(slot, covered_by="", reason=_IN_PART.format(site.own.name))
+        if reason := _hazard(site, owns):
             return replace(slot, covered_by="", reason=reason)
         branch = site.branch
         unread: list[fx.Node] = []
-        while (own := own_dropout(branch, site.residual)) is not None:
+        while (own := own_dropout(branch, site.residual, self.adds)) is not None:
             self.residual_dropouts.add(own)
             unread += reversed(_from_own(own, branch))
             branch = _without(own, branch, site.takers[0])
@@ -247,7 +263,7 @@ def _shape(node: fx.Node) -> torch.Size:
     return meta.shape
 
 
-def _hazard(site: ResidualSite) -> str:
+def _hazard(site: ResidualSite, owns: list[fx.Node]) -> str:
     """Why dropout on this branch could be undone or seen elsewhere, "" when it can't.
 
     `branch += residual` writes the sum into the branch's memory: whoever reads the branch itself
@@ -255,7 +271,7 @@ def _hazard(site: ResidualSite) -> str:
     """
     if _writes_into_branch(site) and _is_seen_through_a_view(site):
         return "the add writes into the branch, which others see through a view"
-    by_hand = [n for n in own_dropouts(site.branch, site.residual) if is_masked_by_hand(n)]
+    by_hand = [n for n in owns if is_masked_by_hand(n)]
     if by_hand:
         return (
             f"the model's own dropout is a mask written by hand ({by_hand[0].name}), which cannot "

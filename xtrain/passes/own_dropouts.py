@@ -8,16 +8,18 @@ h.masked_fill(torch.rand(h.shape) < p, 0), torch.where(mask, h, 0), h[mask] = 0,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 from torch import fx
 
 from xtrain.passes import fx_utils
-from xtrain.passes.values import form_or_norm_of, is_active_dropout, peeled_chain
+from xtrain.passes.values import SUB, form_or_norm_of, is_active_dropout, peeled_chain
 
 # What a dropped value stays on its way to the add, beside its forms and norms.
 _KEEPS_DROPPED = fx_utils.MUL | fx_utils.DIV | {"getitem", "slice", "narrow", "chunk", "split"}
 _KEEPS_DROPPED |= {"masked_fill", "masked_fill_", "where"}
+# Where a dropped value meets others that may not be.
+_JOINS = fx_utils.ADD | SUB | {"cat", "concat", "concatenate", "stack"}
 _WRITES = fx_utils.IN_PLACE_SCALING | {"masked_fill_", "setitem"}
 _MASKS = fx_utils.MUL | {"masked_fill", "masked_fill_", "where", "setitem"}
 
@@ -35,30 +37,62 @@ _LIKE = frozenset(
 )
 
 
-def own_dropout(branch: fx.Node, residual: fx.Node) -> fx.Node | None:
+def own_dropout(
+    branch: fx.Node, residual: fx.Node, sites: Container[fx.Node] = ()
+) -> fx.Node | None:
     """Return the model's own active dropout on a branch, the nearest to its end, or None."""
-    return next(own_dropouts(branch, residual), None)
+    return next(own_dropouts(branch, residual, sites), None)
 
 
-def own_dropouts(branch: fx.Node, residual: fx.Node) -> Iterator[fx.Node]:
-    """Yield the model's own active dropouts on a branch, from its end on.
+def own_dropouts(
+    branch: fx.Node, residual: fx.Node, sites: Container[fx.Node] = ()
+) -> Iterator[fx.Node]:
+    """Yield the model's own active dropouts on a branch and its parts, from its end on.
 
-    A gate, a mask, a slice or a norm may follow one; no contraction and no stream lies between.
+    A gate, a mask, a slice, a norm or an addend may follow one; no contraction and no stream lies
+    between.
+
+    Args:     sites: adds of other sites, whose branches have a dropout of their own.
     """
     seen = {branch, *peeled_chain(residual)}
     pending = [branch]
     for node in pending:
-        if is_active_dropout(node) or is_masked_by_hand(node):
-            yield node
-        if (write := _masking_write(node)) is not None and write not in seen:
-            seen.add(write)
-            yield write
-        inner = form_or_norm_of(node)
-        sources = [] if inner is None else [inner]
-        if inner is None and fx_utils.op_name(node) in _KEEPS_DROPPED:
-            sources = node.all_input_nodes
-        pending += (new := [n for n in sources if n not in seen])
+        drop = _dropped_by(node)
+        if drop is not None and (drop is node or drop not in seen):
+            seen.add(drop)
+            yield drop
+        pending += (new := [n for n in _parts(node, sites) if n not in seen])
         seen.update(new)
+
+
+def is_dropped_whole(branch: fx.Node, sites: Container[fx.Node] = ()) -> bool:
+    """Whether the model's own dropout reaches every part of a branch that it reaches at all."""
+    if _dropped_by(branch) is not None:
+        return True
+    parts = _parts(branch, sites)
+    if fx_utils.op_name(branch) in _JOINS and len(parts) > 1:
+        return all(is_dropped_whole(part, sites) for part in parts)
+    return any(is_dropped_whole(part, sites) for part in parts)
+
+
+def _dropped_by(node: fx.Node) -> fx.Node | None:
+    """The op that drops a value: the value's own, or a write into it."""
+    if is_active_dropout(node) or is_masked_by_hand(node):
+        return node
+    return _masking_write(node)
+
+
+def _parts(node: fx.Node, sites: Container[fx.Node]) -> list[fx.Node]:
+    """The values that a node shows, scales, cuts or joins, none where it computes."""
+    inner = form_or_norm_of(node)
+    if inner is not None:
+        return [inner]
+    name = fx_utils.op_name(node)
+    if name in _KEEPS_DROPPED:
+        return node.all_input_nodes
+    if name in _JOINS and node not in sites:
+        return [n for n in node.all_input_nodes if fx_utils.tensor_meta(n) is not None]
+    return []
 
 
 def is_masked_by_hand(node: fx.Node) -> bool:

@@ -112,6 +112,7 @@ class _Finder:
         # sum -> the values that it carries: itself and all addends, but for branches (the stream)
         self.stream: dict[fx.Node, set[fx.Node]] = {}
         self.states: set[fx.Node] = set()
+        self.adds: set[fx.Node] = set()
         self.blends: dict[fx.Node, Blend] = {}
         self.bodies: dict[fx.GraphModule, _Finder] = {}
         # fresh buffer -> the nodes that fill it in place
@@ -186,6 +187,7 @@ class _Finder:
                 self.states.add(top)
             return []
         assert root is not None
+        self.adds.update(add for add, _ in branches)
         on_stream = [d for add, o in addends if o is residual for d in _dropouts_over(add, top)]
         return [
             self._describe(
@@ -328,7 +330,7 @@ class _Finder:
             branch=branch,
             residual=residual,
             kind=branch_kind(members, reached),
-            own=next(iter(shared), None) or own_dropout(branch, residual),
+            own=next(iter(shared), None) or own_dropout(branch, residual, self.adds),
             shared=tuple(shared),
             path=fx_utils.module_path(add),
             takers=(self.blends[add].inner, add) if add in self.blends else (add,),

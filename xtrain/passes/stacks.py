@@ -13,7 +13,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from xtrain.passes import fx_utils
-from xtrain.passes.values import same_shape, same_sizes
+from xtrain.passes.values import same_sizes
 
 _STACKS = frozenset({"stack", "cat", "concat", "concatenate"})
 _CASTS = frozenset(
@@ -40,8 +40,8 @@ def chain_to_stack(node: fx.Node) -> list[fx.Node]:
     return []
 
 
-def stacked_values(stack: fx.Node, like: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
-    """The stacked values of the shape of `like`, each once, with the node that takes it.
+def stacked_values(stack: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+    """The stacked values, each once, with the node that takes it: the stack, or a view in front.
 
     A value that is stacked twice is one operand: it cannot be replaced in one place alone.
     """
@@ -50,8 +50,8 @@ def stacked_values(stack: fx.Node, like: fx.Node) -> list[tuple[fx.Node, fx.Node
     for value in values:
         if fx_utils.op_name(stack) == "stack":
             found.setdefault(value, stack)
-        elif len(value.users) == 1 and same_shape(source := value.all_input_nodes[0], like):
-            found.setdefault(source, value)
+        elif len(value.users) == 1:
+            found.setdefault(value.all_input_nodes[0], value)
         else:
             return []
     return [(holder, value) for value, holder in found.items()]
@@ -114,13 +114,12 @@ def _stack_dim(stack: fx.Node) -> int | None:
 
 
 def _reduced_dim(node: fx.Node, operand: fx.Node) -> int | None:
-    """The one dim that sum or mean removes."""
+    """The one dim that sum or mean adds up."""
     dim = fx_utils.operand(node, 1, "dim", "axis")
     if isinstance(dim, list | tuple) and len(dim) == 1:
         dim = dim[0]
-    keeps = fx_utils.operand(node, 2, "keepdim", default=False)
     meta = fx_utils.tensor_meta(operand)
-    if keeps or meta is None or not isinstance(dim, int) or operand is not node.args[0]:
+    if meta is None or not isinstance(dim, int) or operand is not node.args[0]:
         return None
     return dim % meta.ndim
 
@@ -130,27 +129,33 @@ def _einsum_dim(node: fx.Node, operand: fx.Node) -> int | None:
     equation, *operands = node.args
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = [*operands[0]]
-    if not isinstance(equation, str) or "->" not in equation or "." in equation:
+    meta = fx_utils.tensor_meta(operand)
+    if not isinstance(equation, str) or "->" not in equation or meta is None:
         return None
     inputs, output = equation.replace(" ", "").split("->")
     terms = inputs.split(",")
     if len(terms) != 2 or operands.count(operand) != 1:
         return None
     term = terms[operands.index(operand)]
+    if "..." in term:  # as many dims as the operand has beyond its letters
+        dims = "*" * (meta.ndim - len(term) + 3)
+        term, output = term.replace("...", dims), output.replace("...", dims)
     gone = [i for i, letter in enumerate(term) if letter not in output]
     return gone[0] if len(gone) == 1 and term.replace(term[gone[0]], "") == output else None
 
 
 def _product_dim(node: fx.Node, operand: fx.Node) -> int | None:
     """The dim that a product with a vector sums over: the last of the first operand."""
-    first, second = fx_utils.operand(node, 0, "input"), fx_utils.operand(node, 1, "other")
+    first, second = fx_utils.operand(node, 0, "input"), fx_utils.operand(node, 1, "other", "weight")
     one, two = fx_utils.tensor_meta(first), fx_utils.tensor_meta(second)
     if one is None or two is None:
         return None
     if fx_utils.op_name(node) == "tensordot":
         dims = fx_utils.operand(node, 2, "dims", default=2)
         return 0 if operand is second and one.ndim == 1 and dims == 1 else None
-    return one.ndim - 1 if operand is first and two.ndim == 1 else None
+    columns = two.shape[:-1] if fx_utils.op_name(node) == "linear" else two.shape[1:]
+    is_vector = all(statically_known_true(size == 1) for size in columns)
+    return one.ndim - 1 if operand is first and is_vector else None
 
 
 # op -> which dim of an operand it sums over so that the others stay, in order
@@ -159,5 +164,6 @@ _SUMMED_DIM: dict[str, Callable[[fx.Node, fx.Node], int | None]] = {
     "mean": _reduced_dim,
     "einsum": _einsum_dim,
     "matmul": _product_dim,
+    "linear": _product_dim,
     "tensordot": _product_dim,
 }

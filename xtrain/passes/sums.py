@@ -32,17 +32,20 @@ IN_PLACE_SUM |= {name for name in _SCATTERED if name.endswith("_")}
 
 
 def is_sum(node: fx.Node) -> bool:
-    """Whether a node adds tensors of its own shape, floating point, of two dimensions or more."""
+    """Whether a node adds tensors of its own shape, floating point, of two dimensions or more.
+
+    What is stacked has one shape, and a sum over it may keep a dim of size 1 in the stack's place.
+    """
     result = fx_utils.tensor_meta(node)
     if result is None or not result.dtype.is_floating_point or result.ndim < 2:
         return False
-    operands = sum_operands(node)
-    scattered = operands[1:] if fx_utils.op_name(node) in _SCATTERED else ()
-    return len(operands) > 1 and all(
+    held = held_operands(node)
+    scattered = [a for _, a in held[1:]] if fx_utils.op_name(node) in _SCATTERED else []
+    return len(held) > 1 and all(
         (o := fx_utils.tensor_meta(a)) is not None
         and o.dtype.is_floating_point
-        and (same_shape(a, node) or a in scattered)
-        for a in operands
+        and (same_shape(a, node) or a in scattered or holder is not node)
+        for holder, a in held
     )
 
 
@@ -63,7 +66,7 @@ def held_operands(node: fx.Node) -> list[tuple[fx.Node, Any]]:
     if name in _SCATTERED:
         return [(node, operand) for operand in _scattered_pair(node, name)]
     stack = stack_summed_by(node)
-    return [] if stack is None else stacked_values(stack, node)
+    return [] if stack is None else stacked_values(stack)
 
 
 def _pair(node: fx.Node, name: str) -> tuple[Any, Any]:

@@ -96,6 +96,7 @@ def _through(node: fx.Node) -> fx.Node | None:
     name = fx_utils.op_name(node)
     value = fx_utils.operand(node, 0, "input", "self")
     is_view = name in fx_utils.VIEW_LIKE or (name == "getattr" and node.args[1] in _TRANSPOSED)
+    is_view |= name == "getitem" and _keeps_all(node)
     if is_view or name in fx_utils.DROPOUT or name in _NEGATION:
         return value if isinstance(value, fx.Node) else None
     is_division = name in fx_utils.DIV and "rounding_mode" not in node.kwargs
@@ -106,6 +107,16 @@ def _through(node: fx.Node) -> fx.Node | None:
             scaled = _scaled_operand(other, value)
         return scaled
     return None
+
+
+def _keeps_all(getitem: fx.Node) -> bool:
+    """Whether an index leaves a tensor whole: x[None], x[..., None], x[:, :]."""
+    index = getitem.args[1]
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(
+        part is None or part is ... or (isinstance(part, slice) and part == slice(None))
+        for part in parts
+    )
 
 
 def _scaled_operand(value: object, factor: object) -> fx.Node | None:
