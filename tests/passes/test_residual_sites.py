@@ -37,6 +37,17 @@ def test_number_and_kinds(name):
     assert sorted(kinds) == sorted(model.kinds)
 
 
+def test_a_transpose_by_attribute_is_found_as_newer_dynamo_spells_it():
+    """torch 2.14 has aten.mT where older ones read an attribute; the sites are the same."""
+    model, _, captured = captured_case("AddedTransposed")
+    graph = fx_utils.clone_graph(captured.module).graph
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is getattr and node.args[1] == "mT":
+            node.target, node.args = torch.ops.aten.mT, node.args[:1]
+    assert sum(node.target is torch.ops.aten.mT for node in graph.nodes) == 3
+    assert [site.kind for site in all_sites(graph)] == list(model.kinds)
+
+
 def all_sites(graph, calls=()):
     yield from find_residual_sites(graph, calls)
     for node in graph.nodes:

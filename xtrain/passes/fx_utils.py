@@ -55,6 +55,8 @@ VIEW_LIKE = frozenset(
         "movedim",
         "moveaxis",
         "t",
+        "mT",  # as Dynamo spells x.mT and x.T from torch 2.14 on; getattr before
+        "numpy_T",
         "convert_element_type",
     }
 )
