@@ -214,3 +214,37 @@ def test_disabling_the_insertion_leaves_no_dropout():
     with pytest.raises(SiteError, match="ran no residual site"):
         probe(**keywords)(tokens())
     assert probe(strict=False, **keywords)(tokens()).unique().tolist() == [15.0]
+
+
+@pytest.mark.parametrize("compile_it", [xtrain.compile, xtrain.compile_blocks])
+def test_a_layer_that_was_not_there_is_an_error_that_says_so(compile_it):
+    model = ProbeModel()
+    compiled = compile_it(model, dropout=P, seed=0, backend="eager")
+    compiled(tokens())
+    model.blocks.append(Block(SHAPE, 2))
+    with pytest.raises(
+        SiteError, match="blocks holds 3 modules and held 2. Call xtrain.compile ag"
+    ):
+        compiled(tokens())
+    loose = compile_it(model, dropout=P, seed=0, backend="eager", strict=False)
+    loose(tokens())
+    model.blocks.append(Block(SHAPE, 3))
+    if compile_it is xtrain.compile:
+        with pytest.raises(SiteError, match="blocks.3 is new. Call xtrain.compile again"):
+            loose(tokens())
+    del model.blocks[3]
+    loose(tokens())
+
+
+def test_blocks_compiled_anew_leave_the_first_compiled_model_with_an_error():
+    """The blocks have one forward each, and it is the last one's."""
+    model = ProbeModel()
+    first, last = (
+        xtrain.compile_blocks(model, dropout=P, seed=seed, backend="eager", strict=False)
+        for seed in (0, 1)
+    )
+    last(tokens())
+    assert len(last.last_executed_sites) == 4
+    with pytest.raises(RuntimeError, match="compile_blocks was called on this ProbeModel again"):
+        first(tokens())
+    assert torch.equal(first.eval()(tokens()), last(tokens())), "evaluation needs no dropout"

@@ -44,6 +44,9 @@ class Blocks:
             for path, module in model.named_modules(remove_duplicate=False)
             if path.rpartition(".")[0] == first[module].rpartition(".")[0]
         )
+        lists = {path.rpartition(".")[0] for path in self.paths}
+        self._lists = {path: model.get_submodule(path) for path in sorted(lists)}
+        self._lengths = {path: len(module._modules) for path, module in self._lists.items()}
         self.class_names = {path: type(model.get_submodule(path)).__name__ for path in self.paths}
 
     def block_of(self, path: str) -> str | None:
@@ -60,6 +63,14 @@ class Blocks:
         """Return the blocks of the list that holds a block, itself among them, in order."""
         parent = path.rpartition(".")[0]
         return [other for other in self.paths if other.rpartition(".")[0] == parent]
+
+    def changed_list(self) -> str:
+        """Say which list of blocks has grown or shrunk since, "" when none has."""
+        for path, module in self._lists.items():
+            now, then = len(module._modules), self._lengths[path]
+            if now != then and isinstance(module, _CONTAINERS):
+                return f"{path or 'the model'} holds {now} modules and held {then}"
+        return ""
 
     def layer(self, path: str) -> int:
         """Return the ordinal of a block, or of a module outside any. KeyError if there is none."""

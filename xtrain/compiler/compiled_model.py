@@ -22,7 +22,13 @@ from xtrain import torch_compat
 from xtrain.compiler import data_parallel, entries
 from xtrain.compiler.options import Options
 from xtrain.compiler.report import Report, Site
-from xtrain.compiler.session import Call, Session, SiteError, check_executed
+from xtrain.compiler.session import (
+    Call,
+    Session,
+    SiteError,
+    check_executed,
+    check_model_unchanged,
+)
 from xtrain.compiler.step_keys import ReplayLedger, StepKey, StepKeys
 
 
@@ -147,6 +153,7 @@ class CompiledModel(nn.Module):
         return result
 
     def _begin(self, tensors: list[torch.Tensor]) -> Call:
+        check_model_unchanged(self._session)
         batch = next((tensor.shape[0] for tensor in tensors if tensor.ndim), 1)
         if torch_compat.in_backward():
             return Call(self._replays.find("forward", tensors), batch)

@@ -69,6 +69,8 @@ def compile_each_block(session: Session) -> None:
         by_mode = {mode: entries[type(block), mode] for mode in (True, False)}
         siblings = session.blocks.siblings(path)
         place = siblings.index(path), len(siblings)
+        if isinstance(before := block.__dict__.get("forward"), _BlockForward):
+            before.session.is_replaced = True
         block.forward = _BlockForward(session, path, place, block, by_mode)
     numbers = {
         name
@@ -89,7 +91,7 @@ class _BlockForward:
         block: nn.Module,
         entries: dict[bool, Callable[..., Any]],
     ):
-        self._session = session
+        self.session = session
         self._path = path
         self._place = place
         self._block = block
@@ -97,7 +99,7 @@ class _BlockForward:
         self.__signature__ = inspect.signature(type(block).forward.__get__(block))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        session = self._session
+        session = self.session
         recomputing = not session.is_running and torch_compat.in_backward()
         if not session.is_running and not recomputing:
             return type(self._block).forward(self._block, *args, **kwargs)

@@ -51,6 +51,7 @@ class Session:
         # by mode: an evaluation at another size must not make the training graphs dynamic
         self.shapes = {mode: ShapeWatch(options.dynamic) for mode in (True, False)}
         self.symbols: tuple[str, ...] = ()  # sources of ints that layers do not share
+        self.is_replaced = False  # whether another compile_blocks has taken the blocks over
         self.sites: dict[tuple[str, str], Site] = {}
         self.report = Report()
         self.last_executed: tuple[Site, ...] = ()
@@ -100,7 +101,11 @@ class Session:
         site = self.sites.get((block, name))
         if site is None:
             full_name = f"{block}.{name}" if block else name
-            site = Site(full_name, self.blocks.layer(block), name, dropout)
+            try:
+                layer = self.blocks.layer(block)
+            except KeyError:
+                raise _not_there(self.model, f"{block} is new") from None
+            site = Site(full_name, layer, name, dropout)
             self.sites[block, name] = site
         return site
 
@@ -119,6 +124,25 @@ class Session:
         """Add a line to the report, once."""
         if text not in self.report.notes:
             self.report.notes.append(text)
+
+
+def _not_there(model: nn.Module, change: str) -> SiteError:
+    name = type(model).__name__
+    return SiteError(
+        f"{name} is not the model that was compiled: {change}. Call xtrain.compile again where "
+        "layers have changed; sites are numbered by them."
+    )
+
+
+def check_model_unchanged(session: Session) -> None:
+    """Raise where a training forward would run other blocks than those that were compiled."""
+    if session.is_replaced:
+        raise RuntimeError(
+            f"compile_blocks was called on this {type(session.model).__name__} again, and its "
+            "blocks run the graphs of the last call; use the CompiledModel that it returned"
+        )
+    if session.options.strict and (change := session.blocks.changed_list()):
+        raise _not_there(session.model, change)
 
 
 def check_executed(session: Session, call: Call) -> None:
