@@ -94,7 +94,7 @@ class Runner:
         finally:
             self._collector = None
         if collector is not None:
-            for path, block in zip(self.blocks, blocks, strict=True):
+            for path, block in blocks:
                 collector.add_block(path, block)
             self.note_effect(logits, plain)
         return plain
@@ -139,15 +139,22 @@ class _WithBlocks(_Logits):
 
     def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module]):
         super().__init__(model)
-        self.watched = list(blocks.values())
-        self.found: list[Tensor | None] = []
+        self.watched = blocks
+        self.found: list[tuple[str, Tensor]] = []  # a block may run twice, or not at all
 
-    def _hook(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.found.append(first_tensor(output))
+    def _hook(self, path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            tensor = first_tensor(output)
+            if tensor is not None:
+                self.found.append((path, tensor))
+
+        return hook
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
-        handles = [module.register_forward_hook(self._hook) for module in self.watched]
+        handles = [
+            module.register_forward_hook(self._hook(path)) for path, module in self.watched.items()
+        ]
         try:
             yield
         finally:
@@ -249,18 +256,31 @@ def is_view(func: Any) -> bool:
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the layers, path -> module: the longest of the outermost lists of equal modules."""
-    lists: list[tuple[int, int, str, nn.Module]] = []
+    """Return the layers, path -> module: the members of every list of layers within no other.
+
+    An encoder's and a decoder's, or those of an image and of its text: in the order of modules.
+    """
+    found: dict[str, nn.Module] = {}
+    lists: list[str] = []
     for path, module in model.named_modules():
-        if isinstance(module, nn.ModuleList | nn.Sequential) and len(module):
-            kinds = {type(child) for child in module}
-            if len(kinds) == 1 and any(True for _ in module[0].children()):
-                lists.append((path.count("."), -len(module), path, module))
-    if not lists:
-        return {name: child for name, child in model.named_children()}
-    _, _, path, module = min(lists, key=lambda item: item[:2])
-    prefix = f"{path}." if path else ""
-    return {f"{prefix}{name}": child for name, child in module.named_children()}
+        inside = any(f"{path}.".startswith(outer) for outer in lists)
+        if not inside and _is_list_of_layers(module):
+            prefix = f"{path}." if path else ""
+            lists.append(prefix)
+            found |= {f"{prefix}{name}": child for name, child in module.named_children()}
+    return found or {name: child for name, child in model.named_children()}
+
+
+def _is_list_of_layers(module: nn.Module) -> bool:
+    """Return whether all members have parts; of a sequence they are also of one kind.
+
+    A hybrid's list holds layers of several kinds, a sequence of several kinds is a whole's stages.
+    """
+    members = list(module.children())
+    if not isinstance(module, nn.ModuleList | nn.Sequential) or not members:
+        return False
+    alike = isinstance(module, nn.ModuleList) or len({type(child) for child in members}) == 1
+    return alike and all(any(True for _ in child.children()) for child in members)
 
 
 def call(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
