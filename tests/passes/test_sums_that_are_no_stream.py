@@ -167,6 +167,30 @@ def test_a_difference_that_is_read_otherwise_is_a_stream(read):
     assert [site.kind for site in sites] == ["feed_forward"]
 
 
+class LateInteraction(PreNorm):
+    """Two towers whose last sums meet in a product, with no projection between (ColBERT)."""
+
+    kinds = ("attention", "feed_forward") * 2
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x) @ super().forward(y).transpose(-1, -2)
+
+
+class AttendsToItself(Model):
+    kinds = ("feed_forward",)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = x + self.branch(x)
+        return F.scaled_dot_product_attention(x, x, x) + torch.bmm(y, x.transpose(1, 2)).mean()
+
+
+@pytest.mark.parametrize("cls", [LateInteraction, AttendsToItself])
+def test_a_stream_that_is_multiplied_as_it_is(cls):
+    """Its root is normed or projected somewhere: that tells it from mixed values."""
+    sites = find_residual_sites(capture(cls(), stream(), stream(1)).module.graph)
+    assert [site.kind for site in sites] == list(cls.kinds)
+
+
 class PickedWeights(Model):
     """Experts picked by a token's number: a product with parameters, not with another value."""
 

@@ -20,11 +20,12 @@ def find_cut_adds(graph: fx.Graph) -> list[fx.Node]:
     """
     found = []
     for add in graph.nodes:
-        if not is_sum(add) or is_no_stream(add):
+        if not is_sum(add):
             continue
         for residual, branch in itertools.permutations(sum_operands(add), 2):
             root = peel(residual)
-            if _is_activation_input(root) and _depends_on_other_input(branch, root):
+            is_cut = _is_activation_input(root) and _depends_on_other_input(branch, root)
+            if is_cut and not is_no_stream(add, root):
                 found.append(add)
                 break
     return found

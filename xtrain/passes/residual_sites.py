@@ -182,11 +182,10 @@ class _Finder:
         if root is not None:
             others.append(root)
         self.stream[top] = {top}.union(*map(self._carried, others))
-        if residual is None or is_no_stream(top):
+        if residual is None or root is None or is_no_stream(top, root):
             if any(map(self._is_state, (r for _, o in addends for r in gated_roots(o)))):
                 self.states.add(top)
             return []
-        assert root is not None
         self.adds.update(add for add, _ in branches)
         on_stream = [d for add, o in addends if o is residual for d in _dropouts_over(add, top)]
         return [

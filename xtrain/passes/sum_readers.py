@@ -20,12 +20,16 @@ _ON_THE_WAY_TO_SOFTMAX |= {"masked_fill", "masked_fill_", "where", "tanh", "clam
 _FORM_OF_THEIR_SECOND_OPERAND = frozenset({"type_as", "view_as", "reshape_as", "expand_as"})
 
 
-def is_no_stream(node: fx.Node) -> bool:
-    """Whether the readers of a sum show that it is no residual stream."""
+def is_no_stream(node: fx.Node, root: fx.Node) -> bool:
+    """Whether the readers of a sum show that it is no residual stream.
+
+    root: the addend that it would carry on. One that is normed or projected is a stream, also where
+    its last sum is multiplied by another value as it is (late interaction).
+    """
     return (
         is_read_by_softmax_alone(node)
         or is_read_by_a_gate_alone(node)
-        or is_read_by_attention_alone(node)
+        or (is_read_by_attention_alone(node) and is_read_by_attention_alone(root))
         or is_error_of_a_loss(node)
     )
 
