@@ -179,3 +179,39 @@ def test_the_same_under_inductor():
     masked(truth, names(1))
     found = xtrain.compile(model, dropout=P, seed=1)(tokens)
     torch.testing.assert_close(found, truth(tokens), rtol=1e-5, atol=1e-5)
+
+
+class TwoStreams(nn.Module):
+    """A reversible block that takes and returns its halves; what is added to a reads b alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.other = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, a, b, memory):
+        a = a + self.down(self.up(b).relu())
+        return a, b + self.other(a) + memory
+
+
+class Reversible(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(TwoStreams() for _ in range(LAYERS))
+
+    def forward(self, x):
+        a, b, memory = x, x.flip(0) * 1.5, x.cos()
+        for block in self.blocks:
+            a, b = block(a, b, memory)
+        return torch.cat([a, b], -1)
+
+
+def test_a_branch_that_reads_another_stream_is_found_in_the_whole_and_refused_by_blocks():
+    x = torch.randn(2, 3, D)
+    compiled = xtrain.compile(Reversible(), dropout=P, seed=1, backend="eager")
+    compiled(x)
+    kinds = ("feed_forward", "feed_forward_2")
+    expected = [f"blocks.{i}.{kind}" for i in range(LAYERS) for kind in kinds]
+    assert [site.name for site in compiled.report().sites] == expected
+    by_blocks = xtrain.compile_blocks(Reversible(), dropout=P, seed=1, backend="eager")
+    with pytest.raises(xtrain.compiler.SiteError, match=r"`a = a \+ self.*another stream.*use xtr"):
+        by_blocks(x)

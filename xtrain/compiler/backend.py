@@ -114,7 +114,7 @@ class Backend:
 
     def _check_covered(self, module: fx.GraphModule, inserted: InsertResult) -> None:
         report = self.session.report
-        lines = uncovered_sites(module, inserted)
+        lines = uncovered_sites(module, inserted, per_block=self.session.per_block)
         report.uncovered += [line for line in lines if line not in report.uncovered]
         if lines and self.session.options.strict:
             raise SiteError(refusal(lines, self._num_breaks_before))

@@ -9,6 +9,7 @@ from torch import fx
 
 from xtrain import torch_compat
 from xtrain.compiler.seeds import is_entry, readable_path
+from xtrain.passes.crossed_adds import find_crossed_adds
 from xtrain.passes.cut_adds import find_cut_adds
 from xtrain.passes.insert_residual_dropout import InsertResult
 
@@ -16,7 +17,9 @@ _LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n\s*(
 _MAX_BREAKS = 3
 
 
-def uncovered_sites(module: fx.GraphModule, inserted: InsertResult) -> list[str]:
+def uncovered_sites(
+    module: fx.GraphModule, inserted: InsertResult, *, per_block: bool = False
+) -> list[str]:
     """Return a line for each site of a graph that nobody's dropout covers."""
     lines = [
         f"{slot.kind} in {readable_path(slot.path)}: {slot.reason}"
@@ -28,6 +31,13 @@ def uncovered_sites(module: fx.GraphModule, inserted: InsertResult) -> list[str]
             f"the add at {place_of(add)}: a graph break lies between the residual stream, the "
             "branch and their add"
             for add in find_cut_adds(module.graph)
+        ]
+    elif per_block:
+        lines += [
+            f"the add at {place_of(add)}: its branch reads another stream of the block than the "
+            "one that it is added to, and one block's graph does not show how the two depend on "
+            "each other; use xtrain.compile"
+            for add in find_crossed_adds(module.graph)
         ]
     return list(dict.fromkeys(lines))
 

@@ -193,6 +193,14 @@ def is_parameter(node: fx.Node) -> bool:
     )
 
 
+def is_activation_input(node: fx.Node) -> bool:
+    """Return whether a node is a value of the model's that enters the graph: floats, no weights."""
+    meta = fx_utils.tensor_meta(node)
+    if node.op != "placeholder" or meta is None or is_parameter(node):
+        return False
+    return meta.dtype.is_floating_point and meta.ndim >= 2
+
+
 def made_of_parameters(node: fx.Node, depth: int = 8) -> bool:
     """Return whether a node is a parameter or computed from parameters alone, in a few steps."""
     if is_parameter(node):
