@@ -167,3 +167,16 @@ def test_cut_adds_are_those_whose_branch_comes_from_another_graph():
     module = hand_built(piece, stream(), stream(1), weight())
     assert [n.name for n in find_cut_adds(module.graph)] == ["add"]
     assert find_cut_adds(hand_built(whole, stream(), weight()).graph) == []
+
+
+def test_learnt_queries_attend_to_what_is_given():
+    """Perceiver: the stream is made of parameters alone, and so are the queries."""
+
+    def block(x, latents, w1, w2):
+        stream = latents.expand(B, -1, -1)
+        weights = (F.linear(stream, w1) @ F.linear(x, w1).transpose(1, 2)).softmax(-1)
+        return stream + F.linear(weights @ F.linear(x, w1), w2)
+
+    latents = nn.Parameter(torch.randn(1, T, D))
+    graph = capture(block, stream(), latents, weight(), weight()).module.graph
+    assert [site.kind for site in find_residual_sites(graph)] == ["cross_attention"]

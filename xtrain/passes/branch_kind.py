@@ -57,7 +57,7 @@ def _kind_of_spelt_out_attention(members: list[fx.Node], own: Container[fx.Node]
         if fx_utils.op_name(node) in fx_utils.CONTRACTION:
             added = fx_utils.operand(node, 0, "input") if _adds_its_first(node) else None
             values = [n for n in node.all_input_nodes if n is not added]
-            values = [n for n in values if not made_of_parameters(n)]
+            values = [n for n in values if n in own or not made_of_parameters(n)]
             if len(values) >= 2:
                 if all(n in own for n in values):
                     return ATTENTION
