@@ -107,6 +107,13 @@ def test_a_forged_record_is_one_line(base, tmp_path, capfd, name, edit, message)
     assert message in refused(capfd, base / "decoded", forged)
 
 
+def test_the_length_of_a_single_forward(base, tmp_path, capfd):
+    forged = edited(
+        base / "forward", tmp_path / "b", "case_0001.json", put(8, "steps", 0, "length")
+    )
+    assert "steps[0].length is not 9" in refused(capfd, base / "forward", forged)
+
+
 def test_a_token_that_the_logits_do_not_choose(base, tmp_path, capfd):
     def edit(values):
         step = values["steps"][1]

@@ -177,10 +177,10 @@ def check_case(contents: Any, path: Path, record: Mapping[str, Any], number: int
         for name in ("ops_table", "blocks_table"):
             if step[name] >= len(record["tables"]):
                 raise wrong(path, where + name, step[name])
-        if run["decode"] is not None:
-            length = len(record["prompts"][number]["tokens"]) + index
-            if len(step["tokens"]) != 1 or step["length"] != length:
-                raise damaged(path, f"{where}length is not {length}, with one token chosen")
+        length = len(record["prompts"][number]["tokens"] or [None]) + index
+        several = run["decode"] is not None and len(step["tokens"]) != 1
+        if several or step["length"] != length:
+            raise damaged(path, f"{where}length is not {length}, or several tokens are chosen")
         end = step.get("text_end")  # records from before it lack it
         if not optional(is_count)(end) or (end or 0) > len(contents["text"] or ""):
             raise wrong(path, where + "text_end", end)
