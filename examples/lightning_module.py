@@ -80,7 +80,8 @@ def build_trainer(arguments: argparse.Namespace) -> lightning.Trainer:
 
 def run(arguments: argparse.Namespace) -> Outcome:
     """Train, evaluate twice, save and load again."""
-    model = build_model(arguments)
+    # from_pretrained gives a model in eval mode, and Lightning trains in the mode that it finds
+    model = build_model(arguments).train()
     compiled = xtrain.compile(
         model, dropout=arguments.dropout, seed=arguments.seed, backend=arguments.backend
     )

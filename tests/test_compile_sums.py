@@ -215,3 +215,63 @@ def test_a_branch_that_reads_another_stream_is_found_in_the_whole_and_refused_by
     by_blocks = xtrain.compile_blocks(Reversible(), dropout=P, seed=1, backend="eager")
     with pytest.raises(xtrain.compiler.SiteError, match=r"`a = a \+ self.*another stream.*use xtr"):
         by_blocks(x)
+
+
+class Rotated(nn.Module):
+    """Attention with one key head, whose rotation has tables of the shape of the keys."""
+
+    def __init__(self, heads=2):
+        super().__init__()
+        self.heads = heads
+        self.norm, self.q, self.o = nn.LayerNorm(D), nn.Linear(D, D), nn.Linear(D, D)
+        self.kv, self.up, self.down = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x, cos, sin):
+        h = self.norm(x)
+        q = self.q(h).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        k, v = self.kv(h).unsqueeze(1).chunk(2, -1)
+        q, k = q * cos + self.turned(q) * sin, k * cos + self.turned(k) * sin
+        y = F.scaled_dot_product_attention(q, k.expand_as(q), v.expand_as(q), is_causal=True)
+        x = x + self.o(y.transpose(1, 2).flatten(2))
+        return x + self.down(F.relu(self.up(x)))
+
+    def turned(self, x):
+        first, second = x.chunk(2, -1)
+        return torch.cat((-second, first), -1)
+
+
+class RotatedModel(nn.Module):
+    def __init__(self, tables):
+        super().__init__()
+        self.embedding = nn.Embedding(16, D)
+        self.blocks = nn.ModuleList(Rotated() for _ in range(LAYERS))
+        self.tables = tables
+        angles = torch.outer(torch.arange(6.0), torch.tensor([1.0, 0.1])).repeat(1, 2)
+        if tables == "buffers":
+            self.register_buffer("cos", angles.cos())
+            self.register_buffer("sin", angles.sin())
+        elif tables == "attributes":
+            self.cos, self.sin = angles.cos(), angles.sin()
+        else:
+            self.register_buffer("rates", torch.tensor([1.0, 0.1]))
+
+    def forward(self, tokens):
+        if self.tables == "computed":
+            angles = torch.outer(torch.arange(6.0), self.rates).repeat(1, 2)
+            cos, sin = angles.cos(), angles.sin()
+        else:
+            cos, sin = self.cos, self.sin
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, cos[None, None], sin[None, None])
+        return x
+
+
+@pytest.mark.parametrize("tables", ["buffers", "attributes", "computed"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_table_of_angles_is_no_stream(tables, batch):
+    """At batch 1 with one key head cos and k are of one shape, and k comes from the last cos."""
+    compiled = xtrain.compile(RotatedModel(tables), dropout=P, seed=0, backend="eager")
+    compiled(torch.arange(6 * batch).view(batch, 6))
+    kinds = [site.site for site in compiled.report().sites]
+    assert kinds == ["attention", "feed_forward"] * LAYERS

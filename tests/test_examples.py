@@ -122,6 +122,19 @@ def test_losses_sites_and_saved_weights(name, example, truth, tmp_path):
     assert plain == pytest.approx(outcome.held_out[0], abs=LOSS_ATOL)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_saved_model_is_trained_with_dropout(name, example, truth, tmp_path):
+    """from_pretrained gives eval mode, which a framework may keep: no site would be executed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "examples"))
+        common = importlib.import_module("common")
+    common.build_model(common.parser("").parse_args(SMALL)).save_pretrained(tmp_path / "model")
+    flags = ("--model", str(tmp_path / "model"), "--output", str(tmp_path / "saved"))
+    outcome = example(name, *flags)
+    assert outcome.sites.training == [4] * (STEPS * ACCUMULATE)
+    assert outcome.losses == pytest.approx(truth[0][0], abs=LOSS_ATOL)
+
+
 @pytest.mark.parametrize("batch, accumulate", [(8, 1), (2, 4)])
 def test_the_cut_into_micro_batches_changes_nothing(batch, accumulate, example, truth, tmp_path):
     flags = ["--batch", str(batch), "--accumulate", str(accumulate), "--output", str(tmp_path)]

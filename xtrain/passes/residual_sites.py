@@ -8,6 +8,7 @@ views and scaling, and, where that finds no branch, under gates and as a part of
 
 What the rules keep out, and which rule does it:
     RoPE (x * cos + rotate(x) * sin), embedding sums, masks, biases     r is no ancestor of b
+    the same with one key head, where cos has x's shape                 a table is no stream
     gelu_new's x + 0.0447 * x**3                                        no contraction on the way
     U-net skips, x0 or positions injected again (stream + skip)         r is carried by b's stream
     an input injected into a recurrent, normed state (norm(x + f) + x)  as above: norms carry on
@@ -44,6 +45,7 @@ from xtrain.passes.values import (
     is_active_dropout,
     is_models_dropout,
     is_parameter,
+    is_table,
     may_hold_floats,
     parameters_read_by,
     peel,
@@ -214,6 +216,7 @@ class _Finder:
         candidates = [(operand, peel(operand)) for _, operand in addends]
         hidden = [(o, r) for _, o in addends for r in gated_roots(o) if not self._is_state(r)]
         hidden += [(o, r) for _, o in addends for r in wholes(o)]
+        hidden = [(o, r) for o, r in hidden if not is_table(r)]
         candidates += sorted(hidden, key=lambda pair: self.order[pair[1]])
         residual: fx.Node | None = None
         value: fx.Node | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -9,10 +10,12 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from xtrain import torch_compat
 from xtrain.passes import fx_utils
 
 SUB = frozenset({"sub", "sub_", "isub", "subtract", "__sub__", "__isub__", "__rsub__"}) | {"rsub"}
 _TRANSPOSED = frozenset({"T", "mT"})
+_OF_A_MODULE = re.compile(r"L\['(_xtrain_model|self)'\]\.")
 _NEGATION = frozenset({"neg", "negative", "__neg__"})
 
 
@@ -209,6 +212,27 @@ def made_of_parameters(node: fx.Node, depth: int = 8) -> bool:
         return False
     inputs = node.all_input_nodes
     return bool(inputs) and all(made_of_parameters(n, depth - 1) for n in inputs)
+
+
+def is_table(node: fx.Node) -> bool:
+    """Return whether a value holds no activation: angles, positions and decays of the model's own.
+
+    Made of buffers, other tensors that a module keeps, integers and constants alone; an embedding
+    reads a parameter, and is none.
+    """
+    pending = [node]
+    seen = {node}
+    for value in pending:
+        if is_parameter(value) or (is_activation_input(value) and not _is_of_a_module(value)):
+            return False
+        pending += (new := [n for n in value.all_input_nodes if n not in seen])
+        seen.update(new)
+    return True
+
+
+def _is_of_a_module(node: fx.Node) -> bool:
+    """Whether an input is an attribute of the model, or of the block that a graph is made of."""
+    return _OF_A_MODULE.match(torch_compat.source_name(node)) is not None
 
 
 BUFFERS = frozenset({"zeros", "zeros_like", "new_zeros", "empty", "empty_like", "new_empty"})
