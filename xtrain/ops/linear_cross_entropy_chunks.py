@@ -122,10 +122,14 @@ def token_chunks(n: int, rows_at: Callable[[int], int], unit: int) -> list[slice
     Args:     rows_at: the most that a chunk from a token on may hold; falls from token to token.
     """
     count = len(_cut(n, rows_at, n))
-    even = -(-n // max(count, 1))
-    even = -(-even // unit) * unit
-    while len(parts := _cut(n, rows_at, even)) > count:
-        even += unit
+    units = -(-n // unit)
+    ends = [min(n, units * (i + 1) // count * unit) for i in range(count)]
+    equal = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+    if all(part.stop - part.start <= rows_at(part.start) for part in equal):
+        return equal
+    most = -(-units // count) * unit
+    while len(parts := _cut(n, rows_at, most)) > count:
+        most += unit
     return parts
 
 
