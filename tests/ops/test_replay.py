@@ -439,7 +439,7 @@ def test_replays_equal_the_op_on_a_gpu(name, layout, dtype):
 
 @pytest.mark.gpu
 def test_kernels_start_by_inductors_launcher_on_a_gpu():
-    """The way around it, for versions of torch that have no such launcher, is four times slower."""
+    """The way around it, for versions of torch that have no such launcher, costs the host more."""
     launches = []
     x = torch.randn(8, 64, device="cuda")
     with import_module(launch.__module__).noting(launches.append):

@@ -94,7 +94,7 @@ def kernel_starter(
     """Return start(arguments, stream) of a kernel that Triton compiled, and its arguments.
 
     These are the numbers of those to give (None: all), and how many None follow them. By inductor's
-    launcher, one call in C; where it cannot, by Triton's: four times the host's time. Addresses are
+    launcher, one call in C; where it cannot, by Triton's, which costs the host more. Addresses are
     ints. Hooks on launches, a profiler's, are as they were here.
     """
     try:
