@@ -133,13 +133,17 @@ def ignore_logging_calls() -> None:
         method = getattr(logging.Logger, name, None)  # transformers adds these
         if method is not None:
             ignored.add(method)
-    # Up to torch 2.11 Dynamo's telemetry stumbles over the functions, in a traceback per compile.
+    # Up to torch 2.11 Dynamo's telemetry stumbles over the functions, in a traceback per compile
+    # and another for what Triton's launches took between compiles.
     if torch.__version__ < "2.12":
         logging.getLogger("torch._dynamo.metrics_context").addFilter(_is_no_telemetry_error)
 
 
 def _is_no_telemetry_error(record: Any) -> bool:
-    return "exception logging compilation metrics" not in str(record.msg)
+    text = str(record.msg)
+    return not any(
+        f"exception logging {kind} metrics" in text for kind in ("compilation", "runtime")
+    )
 
 
 def mark_dynamic(tensor: torch.Tensor, dims: list[int]) -> None:
