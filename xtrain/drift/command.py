@@ -13,7 +13,9 @@ from xtrain.command_line import INTERRUPTED, Parser, limit_spinning
 from xtrain.drift import bisect_command, ops_command
 from xtrain.drift.errors import BAD_INPUT, INTERNAL, DriftError, missing_package
 from xtrain.drift.output import deliver, show, write_text
+from xtrain.drift.signals import Terminated, termination_raises
 
+SIGNALLED = 128  # plus the signal's number: as a shell reports it
 EXAMPLES = """\
 examples:
   python -m xtrain.drift record --out A.drift small                 here and now
@@ -169,7 +171,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         args = build_parser().parse_args(arguments)
-        return _run(args)
+        with termination_raises():
+            return _run(args)
     except DriftError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return BAD_INPUT
@@ -179,6 +182,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return INTERRUPTED
+    except Terminated as error:
+        print(error, file=sys.stderr)
+        return SIGNALLED + error.number
     except Exception as error:
         traceback.print_exc()
         print(f"internal error: {type(error).__name__}: {error}", file=sys.stderr)

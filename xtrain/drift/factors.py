@@ -25,6 +25,7 @@ from xtrain.drift.flag_values import check_flag
 FLAGS = ("threads", "batch", "mode", "dtype", "device", "decode", "pad-to")
 VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
 UNSET = "unset"
+CLEAN_UP_S = 5.0  # that a child has, when it is asked to end, before it is killed
 
 
 @dataclass(frozen=True)
@@ -114,13 +115,23 @@ def run_child(
     if bootstrap is not None:
         script = f"{bootstrap}\nfrom xtrain.drift.command import main\nsys.exit(main())"
         start = ["-c", f"import sys\n{script}"]
-    done = subprocess.run(
-        [python, *start, *arguments, *flags],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    return Result(done.returncode, done.stdout, _failure(done.returncode, done.stderr))
+    return _run([python, *start, *arguments, *flags], environment)
+
+
+def _run(command: Sequence[str], environment: Mapping[str, str]) -> Result:
+    """Return how a process ended. When this one is ended it goes first, and may clean up."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True) as child:
+        try:
+            output, errors = child.communicate()
+        except BaseException:
+            child.terminate()
+            try:
+                child.wait(CLEAN_UP_S)
+            except subprocess.TimeoutExpired:
+                child.kill()
+            raise
+    return Result(child.returncode, output, _failure(child.returncode, errors))
 
 
 def _failure(code: int, stderr: str) -> str | None:

@@ -31,6 +31,7 @@ from xtrain.drift.errors import DriftError
 from xtrain.drift.record_arrays import COLUMNS, check_arrays, check_contents
 from xtrain.drift.record_fields import FORMAT, VERSION, check_case, check_record, damaged
 from xtrain.drift.storage import TensorFile, TensorWriter, file_hash, write_json, writing
+from xtrain.drift.temporary import TemporaryFolder
 from xtrain.drift.values import to_float64
 
 # what a file of a record is called; others in its folder are none of it
@@ -63,13 +64,10 @@ class RecordWriter:
     def __init__(self, path: Path, *, overwrite: bool = False):
         self.path = path
         check_free(path, overwrite=overwrite)
-        self.temp = path.with_name(f".{path.name}.tmp-{os.getpid()}")
         self.tables: dict[tuple[OpKey, ...], int] = {}
-        try:
-            shutil.rmtree(self.temp, ignore_errors=True)
-            self.temp.mkdir(parents=True)
-        except OSError as error:
-            raise DriftError(f"cannot write {path}: {error.strerror}") from None
+        with writing(path):
+            self.folder = TemporaryFolder(path)
+        self.temp = self.folder.path
 
     def table(self, keys: tuple[OpKey, ...]) -> int:
         """Return the number of a list of ops; equal lists are kept once."""
@@ -87,13 +85,17 @@ class RecordWriter:
         manifest = {"format": FORMAT, "version": VERSION, "files": files}
         write_json(self.temp / "manifest.json", manifest)
         with writing(self.path):
+            old = self.temp.with_name(f"{self.temp.name}-old")
             if self.path.exists():
-                shutil.rmtree(self.path)
+                os.rename(self.path, old)  # to remove it first would take a moment with neither
             os.rename(self.temp, self.path)
+            shutil.rmtree(old, ignore_errors=True)
+        self.folder.release()
 
     def discard(self) -> None:
         """Leave nothing."""
         shutil.rmtree(self.temp, ignore_errors=True)
+        self.folder.release()
 
 
 def check_free(path: Path, *, overwrite: bool) -> None:

@@ -152,10 +152,10 @@ class _Recording:
             path, self.folder = temporary_record_path()
         else:
             path = Path(out)
-        self.writer = RecordWriter(path, overwrite=overwrite)
         self.runner = Runner(subject.model, settings.mode)
         self.weight_sizes = weight_sizes(subject.model)
         self.warm = settings.warm_up
+        self.writer = RecordWriter(path, overwrite=overwrite)  # last: an error leaves no folder
 
     def __enter__(self) -> _Recording:
         self.was_training = self.subject.model.training
