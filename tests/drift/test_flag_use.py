@@ -25,6 +25,7 @@ WITHOUT_EFFECT = [
     (["--sample-seed=0"], "--sample-seed 0 does nothing with --decode greedy"),
     (["--sample-seed=1", "--decode=generate"], "or use --decode sample"),
     (["--op-steps=1", "--mode=inductor"], "--op-steps 1 does nothing with --mode inductor"),
+    (["--tensors", "--op-steps=0"], "--tensors does nothing with --op-steps 0; leave it out"),
     (["--tensors", "--mode=inductor"], "--tensors does nothing with --mode inductor"),
     (["--decode=greedy", "--tokens=0"], "--decode greedy does nothing with --tokens 0"),
     (["--op-steps=0", "--tokens=0"], "--op-steps 0 does nothing with --tokens 0"),

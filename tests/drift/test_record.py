@@ -172,6 +172,13 @@ def test_inductor_keeps_block_outputs_and_the_logits_of_the_unobserved_run():
         assert found.first_divergence.op in ("output", "logits")
 
 
+def test_tensors_of_ops_that_nobody_sees_are_refused(tmp_path):
+    for model, mode in ((decoder(), "inductor"), (torch.compile(decoder(), backend="eager"), None)):
+        with pytest.raises(DriftError, match="tensors=True keeps the results of ops, and with mod"):
+            record(model, tokens(), mode=mode, tensors=True, out=tmp_path / "x")
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_observer_effect_is_said():
     from xtrain.drift.observe import Runner
 

@@ -98,6 +98,8 @@ def check_use(args: argparse.Namespace, factors: Sequence[Factor] = ()) -> None:
                 f"{_shown(args, name)} does nothing with --{other} {', '.join(values[other])}; "
                 f"leave it out, or use --{other} {' or '.join(allowed)}"
             )
+    if args.tensors and args.op_steps == 0:
+        raise DriftError("--tensors does nothing with --op-steps 0; leave it out")
     for name in OF_TOKENS if args.tokens == 0 else ():
         if was_given(args, name):
             raise DriftError(f"{_shown(args, name)} does nothing with --tokens 0; leave it out")

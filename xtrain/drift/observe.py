@@ -24,6 +24,7 @@ from xtrain.drift.errors import DriftError
 from xtrain.drift.models import derived_buffers
 
 MODES = ("eager", "aot_eager", "inductor", "unobserved")
+UNSEEN = ("inductor", "unobserved")  # the modes in which no op's result is seen
 
 # Results that hold whatever the memory held before, or a copy of bits that were recorded already.
 SKIPPED = {

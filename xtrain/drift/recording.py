@@ -19,7 +19,7 @@ from xtrain.drift.collect import Collector, Layout, to_bits
 from xtrain.drift.errors import DriftError
 from xtrain.drift.flag_values import DECODERS
 from xtrain.drift.models import Subject, count_parameters, hash_weights, json_number, weight_sizes
-from xtrain.drift.observe import MODES, Runner
+from xtrain.drift.observe import MODES, UNSEEN, Runner
 from xtrain.drift.record_folder import (
     CaseWriter,
     Record,
@@ -58,6 +58,11 @@ class Settings:
                 raise DriftError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.decode == "generate" and (self.mode != "eager" or self.pad_to):
             raise DriftError("decode=generate calls the model by itself: no other mode, no pad_to")
+        if self.tensors and self.mode in UNSEEN:
+            raise DriftError(
+                f"tensors=True keeps the results of ops, and with mode={self.mode} none is seen; "
+                "leave it out, or record the plain model with mode=eager or aot_eager"
+            )
         if not 0 < self.temperature < float("inf"):
             raise DriftError(f"temperature must be above 0 and finite, got {self.temperature}")
 
@@ -82,7 +87,8 @@ def record(
               out: the record's folder; None: a temporary one that lives as long as the result.
               mode: eager | aot_eager | inductor | unobserved; None: eager, or unobserved for a
               model that torch.compile or xtrain.compile returned.
-              tensors: keep whole tensors, so that differences are exact everywhere.
+              tensors: keep whole tensors, so that differences are exact everywhere; refused in the
+              last two modes, which see no op.
               top_k: logits per position in the readable part; all are kept in the other.
               warm_up: forwards before, which are not recorded.
               overwrite: replace a record that is there.
