@@ -10,6 +10,7 @@ from typing import Any
 from torch import fx
 
 from xtrain import passes, torch_compat
+from xtrain.compiler.backend_failures import failures_explained
 from xtrain.compiler.seeds import ENTRY_ROOT, Seeds
 from xtrain.compiler.session import Session, SiteError
 from xtrain.compiler.swaps import compile_swapped, passes_of_normalised_graph, wanted
@@ -75,7 +76,8 @@ class Backend:
             example = torch_compat.fake_like_inputs(inputs, seeds.example())
             seeds.placeholder.meta["example_value"] = example
             inputs.append(example)
-        compiled = swap(module, inputs)
+        with failures_explained(session, module):
+            compiled = swap(module, inputs)
         return seeds.feed(compiled) if seeds.num_rows else seeds.watch(compiled)
 
     def _passes(self, inserted: InsertResult, *, on_cuda: bool) -> list[passes.Pass]:
@@ -117,7 +119,7 @@ class Backend:
         lines = uncovered_sites(module, inserted, per_block=self.session.per_block)
         report.uncovered += [line for line in lines if line not in report.uncovered]
         if lines and self.session.options.strict:
-            raise SiteError(refusal(lines, self._num_breaks_before))
+            raise SiteError(refusal(lines, self._num_breaks_before) + self.session.failures_said())
 
     def _compile(
         self, inner: Callable[..., Any], module: fx.GraphModule, inputs: list[Any], key: str

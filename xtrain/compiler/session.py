@@ -17,6 +17,13 @@ from xtrain.compiler.options import Options
 from xtrain.compiler.report import Report, Site
 from xtrain.compiler.step_keys import ReplayLedger, StepKey, StepKeys
 
+# What to do about an op that a backend cannot trace.
+UNTRACEABLE = (
+    "Write that op without values that are read on the host (in transformers: "
+    "experts_implementation='batched_mm', or 'grouped_mm' on bfloat16 weights), or pass "
+    "strict=False to train without dropout there."
+)
+
 
 class SiteError(RuntimeError):
     """A residual site that xtrain.compile cannot cover, or that a forward did not execute."""
@@ -54,6 +61,7 @@ class Session:
         self.is_replaced = False  # whether another compile_blocks has taken the blocks over
         self.sites: dict[tuple[str, str], Site] = {}
         self.report = Report()
+        self.failures: list[str] = []  # of the backend, after which Dynamo leaves code to eager
         self.last_executed: tuple[Site, ...] = ()
         self.ledger: ReplayLedger[torch.Tensor] = ReplayLedger()
         if options.logits == "drop" and (options.kernels == "off" or options.backend == "eager"):
@@ -120,6 +128,12 @@ class Session:
                 self._owners[id(candidate)] = block if known == block else None
         return self._owners.get(key)
 
+    def failures_said(self) -> str:
+        """Return what a message says of the backend's failures so far, "" if there was none."""
+        if not self.failures:
+            return ""
+        return f" It began with this: {'; '.join(self.failures)}. {UNTRACEABLE}"
+
     def note(self, text: str) -> None:
         """Add a line to the report, once."""
         if text not in self.report.notes:
@@ -154,7 +168,7 @@ def check_executed(session: Session, call: Call) -> None:
             f"dropout={session.options.dropout}, but the training forward of "
             f"{type(session.model).__name__} ran no residual site: none was found, or Dynamo fell "
             "back to eager (TORCH_LOGS=graph_breaks,recompiles says why). Pass strict=False to "
-            "train without dropout."
+            f"train without dropout.{session.failures_said()}"
         )
     executed = set(call.executed)
     missing = [s.name for s in session.sites.values() if s not in executed]
@@ -163,7 +177,7 @@ def check_executed(session: Session, call: Call) -> None:
             f"a training forward ran {len(executed)} residual sites of {len(session.sites)}; "
             f"missing: {', '.join(missing[:5])}. A part of the model was skipped, or Dynamo fell "
             "back to eager there (TORCH_LOGS=graph_breaks,recompiles says why). strict=False "
-            "accepts it."
+            f"accepts it.{session.failures_said()}"
         )
     _check_blocks_agree(session)
 

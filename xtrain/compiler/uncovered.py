@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from torch import fx
 
 from xtrain import torch_compat
+from xtrain.compiler.backend_failures import short_place
 from xtrain.compiler.seeds import is_entry, readable_path
 from xtrain.passes.crossed_adds import find_crossed_adds
 from xtrain.passes.cut_adds import find_cut_adds
@@ -49,7 +49,9 @@ def refusal(lines: list[str], num_breaks_before: int) -> str:
     """
     breaks = torch_compat.graph_breaks()
     breaks = breaks[num_breaks_before if num_breaks_before <= len(breaks) else 0 :]
-    said = list(dict.fromkeys(f"{_short(place)} ({_first_line(why)})" for place, why in breaks))
+    said = list(
+        dict.fromkeys(f"{short_place(place)} ({_first_line(why)})" for place, why in breaks)
+    )
     if len(said) > 2 * _MAX_BREAKS:  # the cause is among the first, and what cut this add the last
         said[_MAX_BREAKS:-_MAX_BREAKS] = [f"{len(said) - 2 * _MAX_BREAKS} more"]
     text = "a residual site gets no dropout: " + "; ".join(lines)
@@ -57,7 +59,7 @@ def refusal(lines: list[str], num_breaks_before: int) -> str:
         text += (
             f". The graph broke at {'; '.join(said)}. Write that part without sizes and branches "
             "that depend on values (experts as grouped or batched products; in transformers "
-            "experts_implementation='grouped_mm')"
+            "experts_implementation='batched_mm', or 'grouped_mm' on bfloat16 weights)"
         )
     else:
         text += ". Remove the cause"
@@ -73,12 +75,7 @@ def place_of(node: fx.Node) -> str:
     if not found:
         return node.name
     last = found[-1]
-    return f"{_short(last['file'])}:{last['line']}, `{last['code'].strip()}`"
-
-
-def _short(place: str) -> str:
-    """A file's place as a reader knows it: from its package on, or from this folder."""
-    return place.rpartition("site-packages/")[2].removeprefix(f"{Path.cwd()}/")
+    return f"{short_place(last['file'])}:{last['line']}, `{last['code'].strip()}`"
 
 
 def _first_line(reason: str) -> str:

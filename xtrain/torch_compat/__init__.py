@@ -1,8 +1,8 @@
 """Every use of a torch internal, each with its reason and a contract test per torch version.
 
-By topic: lowering.py inside inductor, backends.py around it, dynamo.py in front of both, running.py
-for what is asked while a model runs. Nothing here imports inductor before a compile does: `import
-xtrain.ops` stays as cheap as `import torch`.
+By topic: lowering.py inside inductor, backends.py around it, failures.py for what they raise,
+dynamo.py in front of both, running.py for what is asked while a model runs. Nothing imports
+inductor before a compile does: `import xtrain.ops` stays as cheap as `import torch`.
 """
 
 from xtrain.torch_compat.backends import (
@@ -29,6 +29,12 @@ from xtrain.torch_compat.dynamo import (
     source_name,
     trace_config,
     trace_overrides,
+)
+from xtrain.torch_compat.failures import (
+    forward_stack,
+    frames,
+    leaves_code_to_eager,
+    noting_backward_errors,
 )
 from xtrain.torch_compat.lowering import (
     OPAQUE,
@@ -69,6 +75,8 @@ __all__ = [
     "empty_strided",
     "fake_like_inputs",
     "flush_lowerings",
+    "forward_stack",
+    "frames",
     "fresh_entry",
     "graph_breaks",
     "guarded_float",
@@ -82,8 +90,10 @@ __all__ = [
     "is_observed",
     "kernel_starter",
     "last_sequence_number",
+    "leaves_code_to_eager",
     "lower_by_decomposition",
     "mark_dynamic",
+    "noting_backward_errors",
     "num_compiled_graphs",
     "position_of_opaque",
     "raw_stream",
