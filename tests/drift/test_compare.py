@@ -14,10 +14,11 @@ from drift_models import Rowwise, decoder, next_up, tokens
 from xtrain.drift import DriftError, compare, record
 from xtrain.drift.align import align
 from xtrain.drift.margins import find_loop
-from xtrain.drift.models import Subject, hash_weights
+from xtrain.drift.models import Subject
 from xtrain.drift.record_folder import OpKey
 from xtrain.drift.recording import Settings, record_prompts
 from xtrain.drift.report import as_json, as_text
+from xtrain.drift.weights import hash_weights
 
 NAMES = [name.removeprefix("blocks.3.") for name, _ in decoder(4).blocks[3].named_parameters()]
 

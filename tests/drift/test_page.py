@@ -13,11 +13,12 @@ from torch import nn
 
 from xtrain.drift import compare, record
 from xtrain.drift.margins import margins
-from xtrain.drift.models import Subject, hash_weights
+from xtrain.drift.models import Subject
 from xtrain.drift.page import page
 from xtrain.drift.recording import Settings, record_prompts
 from xtrain.drift.report import as_text
 from xtrain.drift.svg import Axis, line_plot, linear_axis, log_axis, scatter_plot
+from xtrain.drift.weights import hash_weights
 
 
 class Counting(nn.Module):

@@ -14,10 +14,10 @@ from drift_models import Rowwise, decoder, gpt2, llama, prompts, subject, tokens
 from torch import nn
 
 from xtrain.drift import DriftError, Record, compare, record
-from xtrain.drift.models import derived_buffers
 from xtrain.drift.recording import Settings, record_prompts
 from xtrain.drift.report import as_json, as_text
 from xtrain.drift.values import to_float64
+from xtrain.drift.weights import derived_buffers
 
 
 def test_ops_in_graph_order_with_their_modules_and_values():

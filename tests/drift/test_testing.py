@@ -10,8 +10,9 @@ import torch
 from drift_models import Rowwise, decoder, next_up, tokens
 
 from xtrain import drift
-from xtrain.drift.models import Subject, hash_weights
+from xtrain.drift.models import Subject
 from xtrain.drift.recording import Settings, record_prompts
+from xtrain.drift.weights import hash_weights
 
 
 def test_a_model_that_stays_passes_and_one_that_moves_fails(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from xtrain.drift.errors import DriftError
 from xtrain.drift.record_folder import Record
@@ -91,28 +92,70 @@ def _logit_shapes(record: Record) -> list[tuple[int, ...]]:
 
 def _weights(a: Record, b: Record) -> str | None:
     weights_a, weights_b = _by_name(a), _by_name(b)
-    different = [name for name in weights_a if not _same(weights_a[name], weights_b[name])]
+    one_source = a.model.get("checkpoint") == b.model.get("checkpoint") is not None
+    answers = {name: _same(weights_a[name], weights_b[name], one_source) for name in weights_a}
+    different = [name for name, same in answers.items() if not same]
     if not different:
         return None
     more = f" and {len(different) - 1} more" if len(different) > 1 else ""
-    return f"other weights: {different[0]}{more}"
+    if False in answers.values():
+        return f"other weights: {next(n for n in different if answers[n] is False)}{more}"
+    dtypes = f"{weights_a[different[0]]['dtype']} in A and {weights_b[different[0]]['dtype']} in B"
+    return (
+        f"weights that none can tell to be the same: {different[0]}{more} {dtypes}, and neither "
+        "is the other rounded; record both in one dtype, or one of them in fp32"
+    )
 
 
-def _same(x: dict[str, Any], y: dict[str, Any]) -> bool:
-    """Return whether two weights hold the same numbers, those of the wider dtype rounded."""
+def _same(x: dict[str, Any], y: dict[str, Any], one_source: bool) -> bool | None:
+    """Return whether two weights hold the same numbers, those of one dtype rounded to the other.
+
+    None: two roundings of something finer, which may or may not have been the same.
+    one_source: whether both records name the same checkpoint.
+    """
+    dtypes = x["dtype"], y["dtype"]
     if x["dtype"] == y["dtype"]:
         same = x["xxh3_128"] == y["xxh3_128"]
         if same and x["samples"] != y["samples"]:
-            raise DriftError(
-                f"the records contradict each other: {x['name']} has equal bits and other samples; "
-                "one of them was edited, record again"
-            )
+            raise _contradiction(x)
         return same
-    if x["dtype"] not in FLOATS or y["dtype"] not in FLOATS:
+    if not set(dtypes) <= FLOATS.keys():
         return False
-    coarse = coarser_dtype(x["dtype"], y["dtype"])
-    left, right = (narrow(np.array(w["samples"], np.float64), coarse) for w in (x, y))
-    return bool(np.array_equal(left, right, equal_nan=True))
+    left, right = (np.array(weight["samples"], np.float64) for weight in (x, y))
+    if "rounded" not in x or "rounded" not in y:  # recorded before there were such hashes
+        return _equal_rounded(left, right, coarser_dtype(*dtypes))
+    for dtype in dtypes:
+        mark_x, mark_y = _mark(x, dtype), _mark(y, dtype)
+        if mark_x is not None and mark_x == mark_y:
+            if "F64" not in dtypes and not _equal_rounded(left, right, dtype):
+                raise _contradiction(x)
+            return True
+    if set(dtypes) != {"BF16", "F16"} or not _near(left, right):
+        return False
+    return True if one_source else None
+
+
+def _mark(weight: dict[str, Any], dtype: str) -> str | None:
+    """Return the hash of a weight in a dtype, with one NaN for all, where the record has it."""
+    own = weight["xxh3_128"] if weight["dtype"] == dtype else None
+    return weight["rounded"].get(dtype, own)
+
+
+def _equal_rounded(x: NDArray[np.float64], y: NDArray[np.float64], dtype: str) -> bool:
+    return bool(np.array_equal(narrow(x, dtype), narrow(y, dtype), equal_nan=True))
+
+
+def _near(x: NDArray[np.float64], y: NDArray[np.float64]) -> bool:
+    """Return whether numbers of bf16 and fp16 may be roundings of the same ones."""
+    x, y = (np.clip(values, -65504, 65504) for values in (x, y))  # beyond it fp16 has infinity
+    return bool(np.allclose(x, y, rtol=2.0**-8 + 2.0**-11, atol=2.0**-24, equal_nan=True))
+
+
+def _contradiction(weight: dict[str, Any]) -> DriftError:
+    return DriftError(
+        f"the records contradict each other: {weight['name']} has equal bits and other samples; "
+        "one of them was edited, record again"
+    )
 
 
 def _by_name(record: Record) -> dict[str, dict[str, Any]]:

@@ -16,9 +16,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from xtrain.drift.collect import to_bits
 from xtrain.drift.errors import DriftError
-from xtrain.drift.values import hash_bits, samples_of
+from xtrain.drift.weights import checkpoint_hash, hash_weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -140,6 +139,8 @@ def _hugging_face(folder: Path, dtype: str) -> Subject:
         raise DriftError(f"cannot load {folder} as a causal language model: {reason}") from None
     config = model.config.get_text_config()
     description = {"kind": "hugging_face", "name": folder.name, "class": type(model).__name__}
+    if dtype != "auto" and (checkpoint := checkpoint_hash(folder)) is not None:
+        description["checkpoint"] = checkpoint  # what the cast may have taken away
     length = getattr(config, "max_position_embeddings", None)
     subject = Subject(model, description, config.vocab_size, length)
     if (folder / "tokenizer.json").is_file():
@@ -149,61 +150,6 @@ def _hugging_face(folder: Path, dtype: str) -> Subject:
         subject.encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
         subject.decode = lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)
     return subject
-
-
-def hash_weights(model: nn.Module) -> list[dict[str, Any]]:
-    """Return name, shape, dtype, hash and samples of every parameter and buffer, tied ones once.
-
-    Buffers that a checkpoint does not hold are computed by the environment: those are results, and
-    recorded as such.
-    """
-    found = []
-    for name, tensor in (*model.named_parameters(), *_buffers(model, persistent=True)):
-        bits, dtype = to_bits(tensor)
-        mark = fingerprint_of_weight(bits, dtype)
-        name = name.replace("_orig_mod.", "")  # the wrapper of torch.compile is none of the model
-        found.append({"name": name, "shape": list(tensor.shape), "dtype": dtype, **mark})
-    return found
-
-
-def fingerprint_of_weight(bits: Any, dtype: str) -> dict[str, Any]:
-    """Return the hash, and samples that tell whether another dtype holds the same numbers."""
-    return {
-        "xxh3_128": hash_bits(bits).hex(),
-        "samples": [json_number(value) for value in samples_of(bits.reshape(-1), dtype)],
-    }
-
-
-def json_number(value: float) -> float | str | None:
-    """Return what JSON holds: text for what is not finite."""
-    return float(value) if np.isfinite(value) else str(float(value))
-
-
-def derived_buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Return the buffers that the model computes for itself, such as tables of frequencies."""
-    return _buffers(model, persistent=False)
-
-
-def _buffers(model: nn.Module, *, persistent: bool) -> list[tuple[str, torch.Tensor]]:
-    saved = {
-        f"{path}.{name}" if path else name
-        for path, module in model.named_modules()
-        for name in module._buffers
-        if name not in module._non_persistent_buffers_set
-    }
-    return [
-        (name, buffer) for name, buffer in model.named_buffers() if (name in saved) is persistent
-    ]
-
-
-def count_parameters(model: nn.Module) -> int:
-    """Return how many numbers the parameters hold."""
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def weight_sizes(model: nn.Module) -> frozenset[int]:
-    """Return every size that a dimension of a parameter has."""
-    return frozenset(size for parameter in model.parameters() for size in parameter.shape)
 
 
 # --- Prompts -------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from xtrain import torch_compat
 from xtrain.drift.collect import Collector
 from xtrain.drift.errors import DriftError
-from xtrain.drift.models import derived_buffers
+from xtrain.drift.weights import derived_buffers
 
 MODES = ("eager", "aot_eager", "inductor", "unobserved")
 UNSEEN = ("inductor", "unobserved")  # the modes in which no op's result is seen

@@ -75,6 +75,10 @@ def _is_hash(value: Any) -> bool:
     return isinstance(value, str) and re.fullmatch("([0-9a-f]{32})+", value) is not None
 
 
+def _hashes(value: Mapping[str, Any]) -> bool:
+    return all(map(_is_hash, value.values()))
+
+
 def _is_key(value: Any) -> bool:
     return listed(is_text, 3)(value) and value[2] in DTYPES
 
@@ -114,6 +118,10 @@ WEIGHT: dict[str, Check] = {
     "xxh3_128": _is_hash,
     "samples": listed(is_number, NUM_SAMPLES),
 }
+OPTIONAL: dict[str, Check] = {  # of a weight and of the model; older records lack them
+    "rounded": lambda value: _is_dict(value) and set(value) <= set(DTYPES) and _hashes(value),
+    "checkpoint": _is_hash,
+}
 RUN: dict[str, Check] = {
     "mode": one_of(MODES),
     "dtype": is_text,
@@ -151,6 +159,8 @@ def check_record(contents: Any, path: Path) -> None:
     check_fields(run, RUN, path, "run.")
     for number, weight in enumerate(model["weights"]):
         check_fields(weight, WEIGHT, path, f"model.weights[{number}].")
+        _check_optional(weight, "rounded", path, f"model.weights[{number}].")
+    _check_optional(model, "checkpoint", path, "model.")
     names = [weight["name"] for weight in model["weights"]]
     if len(set(names)) < len(names):
         raise damaged(path, "model.weights has a name twice")
@@ -207,6 +217,11 @@ def check_fields(value: Any, fields: Mapping[str, Check], path: Path, prefix: st
             raise damaged(path, f"{prefix}{name} is missing")
         if not check(value[name]):
             raise wrong(path, prefix + name, value[name])
+
+
+def _check_optional(value: Mapping[str, Any], name: str, path: Path, prefix: str) -> None:
+    if name in value and not OPTIONAL[name](value[name]):
+        raise wrong(path, prefix + name, value[name])
 
 
 def wrong(path: Path, name: str, value: Any) -> DriftError:

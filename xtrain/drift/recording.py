@@ -18,7 +18,7 @@ from xtrain.drift import environment
 from xtrain.drift.collect import Collector, Layout, to_bits
 from xtrain.drift.errors import DriftError
 from xtrain.drift.flag_values import DECODERS
-from xtrain.drift.models import Subject, count_parameters, hash_weights, json_number, weight_sizes
+from xtrain.drift.models import Subject
 from xtrain.drift.observe import MODES, UNSEEN, Runner
 from xtrain.drift.record_folder import (
     CaseWriter,
@@ -28,6 +28,7 @@ from xtrain.drift.record_folder import (
     temporary_record_path,
 )
 from xtrain.drift.values import hash_bits
+from xtrain.drift.weights import count_parameters, hash_weights, json_number, weight_sizes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from xtrain import torch_compat
 from xtrain.drift.collect import to_bits
 from xtrain.drift.environment import collect
-from xtrain.drift.models import json_number
 from xtrain.drift.observe import record_result
 from xtrain.drift.storage import write_json
 from xtrain.drift.training_folder import FORMAT, VERSION, checksum, rank_folder, step_file
 from xtrain.drift.values import fingerprint
+from xtrain.drift.weights import json_number
 
 
 class TrainingFingerprints:

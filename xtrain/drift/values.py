@@ -35,6 +35,13 @@ DTYPES: dict[str, tuple[str, str]] = {
 OF_TORCH = {torch_name: name for name, (_, torch_name) in DTYPES.items()}
 # floats: exponent and mantissa bits
 FLOATS = {"F64": (11, 52), "F32": (8, 23), "F16": (5, 10), "BF16": (8, 7)}
+# the floats that a weight of a dtype is rounded to, to be compared with a model that was cast
+ROUNDED_TO = {
+    "F64": ("F32", "BF16", "F16"),
+    "F32": ("BF16", "F16"),
+    "BF16": ("F16",),
+    "F16": ("BF16",),
+}
 
 NUM_SAMPLES = 16  # elements of a tensor that are kept as they are
 STATISTICS = ("min", "max", "mean", "rms", "num_nan", "num_inf")

@@ -1,0 +1,114 @@
+"""Hashes of a model's weights: as they are, and rounded to the dtypes that another record may have.
+
+A model that was cast has other bits, and the same weights: bits in bf16 are compared with those
+that fp32 rounds to. No rounding says anything about what it takes away, so that both hashes are of
+every number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from xtrain.drift.collect import to_bits
+from xtrain.drift.storage import file_hash
+from xtrain.drift.values import DTYPES, ROUNDED_TO, same_nan, samples_of
+
+PIECE = 1 << 18  # elements that are hashed and rounded while they are in the second-level cache
+
+
+def hash_weights(model: nn.Module) -> list[dict[str, Any]]:
+    """Return name, shape, dtype, hashes and samples of every parameter and buffer, tied ones once.
+
+    Buffers that a checkpoint does not hold are computed by the environment: those are results, and
+    recorded as such.
+    """
+    found = []
+    for name, tensor in (*model.named_parameters(), *_buffers(model, persistent=True)):
+        name = name.replace("_orig_mod.", "")  # the wrapper of torch.compile is none of the model
+        found.append({"name": name, "shape": list(tensor.shape), **_marks(tensor)})
+    return found
+
+
+def _marks(tensor: Tensor) -> dict[str, Any]:
+    """Return dtype, hash of the bits, hashes of them rounded to other dtypes, and samples.
+
+    "rounded" has the weight's own dtype as well where it holds a NaN, whose bits a cast may change.
+    """
+    tensor = tensor.detach().cpu()  # once
+    bits, dtype = to_bits(tensor)
+    own: Any = xxhash.xxh3_128()
+    marks = {name: xxhash.xxh3_128() for name in ROUNDED_TO.get(dtype, ())}
+    for piece in _pieces(tensor):
+        strange = marks and math.isnan(float(piece.sum()))
+        if strange and dtype not in marks:
+            marks[dtype] = own.copy()
+        own.update(_bytes(to_bits(piece)[0]))
+        for name, digest in marks.items():
+            rounded, _ = to_bits(piece.to(getattr(torch, DTYPES[name][1])))
+            digest.update(_bytes(same_nan(rounded, name) if strange else rounded))
+    return {
+        "dtype": dtype,
+        "xxh3_128": own.hexdigest(),
+        "rounded": {name: digest.hexdigest() for name, digest in marks.items()},
+        "samples": [json_number(value) for value in samples_of(bits.reshape(-1), dtype)],
+    }
+
+
+def _pieces(tensor: Tensor) -> Iterator[Tensor]:
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    yield from tensor.resolve_neg().contiguous().view(-1).split(PIECE)
+
+
+def _bytes(bits: np.ndarray) -> memoryview:
+    return bits.view(np.uint8).data
+
+
+def checkpoint_hash(folder: Path) -> str | None:
+    """Return a hash of the files that hold a Hugging Face folder's weights, None if there are none.
+
+    It ties records whose dtypes are no roundings of each other (bf16 and fp16) to one source.
+    """
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+    marks = "".join(file_hash(path) for path in files).encode()
+    return xxhash.xxh3_128_hexdigest(marks) if files else None
+
+
+def json_number(value: float) -> float | str | None:
+    """Return what JSON holds: text for what is not finite."""
+    return float(value) if np.isfinite(value) else str(float(value))
+
+
+def derived_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the buffers that the model computes for itself, such as tables of frequencies."""
+    return _buffers(model, persistent=False)
+
+
+def _buffers(model: nn.Module, *, persistent: bool) -> list[tuple[str, Tensor]]:
+    saved = {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        for name in module._buffers
+        if name not in module._non_persistent_buffers_set
+    }
+    return [
+        (name, buffer) for name, buffer in model.named_buffers() if (name in saved) is persistent
+    ]
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Return how many numbers the parameters hold."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def weight_sizes(model: nn.Module) -> frozenset[int]:
+    """Return every size that a dimension of a parameter has."""
+    return frozenset(size for parameter in model.parameters() for size in parameter.shape)
