@@ -98,8 +98,33 @@ def test_what_acts_only_beside_another_or_takes_it_back():
 
 def test_a_value_that_kills_its_process_is_a_result():
     plan = plan_of(lambda a, b: None if a else b, "A", "B")
-    assert effects(plan) == [("A", "no result at 1"), ("B", "changes the numbers at 1")]
+    words = "nothing could be compared: no result at 1"
+    assert effects(plan) == [("A", words), ("B", "changes the numbers at 1")]
+    assert [factor.name for factor in plan.not_compared()] == ["A"]
     assert interactions(plan) == [] and len(plan.runs) == 3  # no pair with the dead one
+
+
+def test_a_value_without_a_result_beside_one_that_has_it():
+    plan = plan_of(lambda a: None if a else 0, "A")
+    plan.factors = [Factor("A", ("0", "1", "2"))]
+    plan.runs["2",] = Run(("2",), group=0)
+    assert effects(plan) == [("A", "no effect; no result at 1")] and plan.not_compared() == []
+
+
+@pytest.mark.parametrize(("works", "code"), [(False, 4), (True, 0)], ids=str)
+def test_the_exit_code_where_a_factor_has_nothing_to_compare(tmp_path, capfd, works, code):
+    """0 would say that all its values give equal bits; another factor's do."""
+    broken = script(tmp_path / "broken", "#!/bin/sh\necho error: no such thing >&2\nexit 5\n")
+    other = script(tmp_path / "other", f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    values = [sys.executable, broken, *([other] if works else [])]
+    flags = ["--tokens=1", "--num-prompts=1", "--threads=1", "--warm-up=0", "--json", "-"]
+    flags += [f"--factor=python={','.join(values)}", "--factor=DRIFT_NOTHING=unset,1"]
+    assert main(["bisect", "tiny", *flags]) == code
+    found = json.loads(capfd.readouterr().out)
+    assert found["exit_code"] == code and found["runs"][1]["error"] == "no such thing"
+    words = dict(found["effects"])
+    assert words["DRIFT_NOTHING"] == "no effect alone"
+    assert words["python"].startswith("nothing could be compared") == (not works)
 
 
 def test_three_that_act_or_cancel_only_together():
@@ -160,9 +185,10 @@ def test_a_signal_of_one_value_in_the_whole_command(tmp_path, capfd):
         "--threads=1",
         f"--factor=python={sys.executable},{killed}",
     ]
-    assert main(["bisect", "tiny", *flags, "--keep", str(tmp_path / "kept")]) == 0
+    assert main(["bisect", "tiny", *flags, "--keep", str(tmp_path / "kept")]) == 4
     text = capfd.readouterr().out
-    assert "killed by SIGILL" in text and f"no result at {killed}" in text
+    assert "killed by SIGILL" in text
+    assert text.endswith(f"python: nothing could be compared: no result at {killed}\n")
     assert [path.name for path in (tmp_path / "kept").iterdir()] == ["000.drift"]
     swapped = [f"--factor=python={killed},{sys.executable}"]
     assert main(["bisect", "tiny", *flags[:-1], *swapped]) == 5

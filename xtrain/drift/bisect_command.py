@@ -13,7 +13,7 @@ from typing import Any
 from tabulate import tabulate
 
 from xtrain.drift.bisect_runs import Plan, Run, Setting, effects, groups, interactions
-from xtrain.drift.comparison import IDENTICAL, compare
+from xtrain.drift.comparison import IDENTICAL, NOT_COMPARABLE, compare
 from xtrain.drift.errors import DriftError
 from xtrain.drift.factors import parse_all, run_child
 from xtrain.drift.flag_use import check_use, counts, values_of, was_given
@@ -64,7 +64,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_bisect(args: argparse.Namespace) -> int:
-    """Run everything; the exit code is the worst verdict of a run against the baseline."""
+    """Run everything; the exit code is the worst verdict of a run against the baseline.
+
+    A factor without one result to compare makes it 4, not comparable.
+    """
     check_flags(args)
     plan = Plan(parse_all(args.factor))
     if not plan.factors:
@@ -207,6 +210,8 @@ def _result(plan: Plan, packages: list[dict[str, Any]]) -> dict[str, Any]:
                 "max_shift": found.max_shift if found else 0.0,
             }
         )
+    if plan.not_compared():  # no complete comparison
+        worst = NOT_COMPARABLE
     return {
         "exit_code": worst,
         "baseline": {f.name: f.values[0] for f in plan.factors},

@@ -92,6 +92,11 @@ class Plan:
         ]
         return " ".join(words) or "baseline"
 
+    def not_compared(self) -> list[Factor]:
+        """Return the factors of which no value but the baseline's has a result."""
+        alive = {number for number, value in self.singles() if not self._failed((number, value))}
+        return [factor for number, factor in enumerate(self.factors) if number not in alive]
+
     def _failed(self, change: tuple[int, str]) -> bool:
         run = self.runs.get(self.changed(change))
         return run is not None and run.failed
@@ -118,7 +123,8 @@ def effects(plan: Plan) -> list[tuple[str, str]]:
         if not moved and len(failed) < len(factor.values) - 1:
             words = ["no effect alone" if len(plan.factors) > 1 else "no effect"]
         if failed:
-            words.append(f"no result at {', '.join(failed)}")
+            nothing = "" if len(failed) < len(factor.values) - 1 else "nothing could be compared: "
+            words.append(f"{nothing}no result at {', '.join(failed)}")
         found.append((factor.name, "; ".join(words)))
     return found
 
