@@ -1,17 +1,22 @@
 """The part of docs/drift-study.md about another machine: records made there against one made here.
 
     python -m xtrain.drift record --device cuda --out gpu.drift small      on the machine with a GPU
-    python bench/drift_study.py --gpu gpu.drift ...                        here
+    python -m xtrain.drift record --device cuda --out trained_000.drift RUN \\
+        --prompts prompts_000.txt --tokens 100 --batch 25 --op-steps 1     there too, each piece
+    python bench/drift_study.py --gpu gpu.drift trained_*.drift            here
 
-A preset's weights are drawn by NumPy, so that both machines start from equal bits without a copy.
+A preset's weights are drawn by NumPy, so that both machines start from equal bits without a copy;
+RUN and its prompts are copies of those in the study's --work.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from tabulate import tabulate
 
+from bench.drift_margins import Margins, gather
 from xtrain.drift import Comparison, compare
 from xtrain.drift.factors import run_child
 from xtrain.drift.record_folder import Record
@@ -20,8 +25,62 @@ from xtrain.drift.report import size_text
 FLAGS = ("record", "small", "--threads=1")  # and what else record does by default
 
 
-def section(work: Path, others: list[Path]) -> str:
-    """Return the section as Markdown; this machine's record is made in `work`, once."""
+def section(work: Path, others: list[Path], pieces: list[Path]) -> str:
+    """Return the section as Markdown.
+
+    Args:     work: where this machine's record of the preset is made, once.
+              others: records of another machine.
+              pieces: this machine's records of the trained run; `others` of the same prompts are
+                  compared with them.
+    """
+    trained = {_prompts(path): path for path in pieces}
+    partners = [(path, trained.get(_prompts(path))) for path in others]
+    parts = ["## CPU against GPU"]
+    if drawn := [path for path, partner in partners if partner is None]:
+        parts.append(_drawn_weights(work, drawn))
+    if pairs := [(here, path) for path, here in partners if here is not None]:
+        parts.append(_trained_run(pairs))
+    return "\n\n".join(parts)
+
+
+def _prompts(path: Path) -> str:
+    """The prompts of a record, as they are compared."""
+    return json.dumps(Record(path).contents["prompts"], sort_keys=True)
+
+
+def _trained_run(pairs: list[tuple[Path, Path]]) -> str:
+    """Margins and shifts of the trained run, a row for each device and dtype."""
+    found: dict[str, Margins] = {}
+    for here, other in pairs:
+        record = Record(other)
+        name = _name(record.environment, record.run)
+        gather(found.setdefault(name, Margins()), here, other)
+    rows = [
+        (
+            name,
+            margins.first,
+            len(margins.margins),
+            len(margins.shifts),
+            f"{max(margins.shifts):.3g}",
+            f"{margins.tightest[0]:.3g}",
+            margins.num_can_flip,
+            margins.num_other_tokens,
+        )
+        for name, margins in found.items()
+    ]
+    headers = ("B", "first difference", "prompts", "places", "max shift", "smallest margin")
+    headers = (*headers, "can flip", "prompts with other tokens")
+    a = Record(pairs[0][0])
+    intro = (
+        f"The trained model on the prompts of the margins above, {a.run['num_tokens']} tokens "
+        "each; A is the record of this machine's CPU in fp32, ATen level default. Where a prompt "
+        "gets another token, the places behind it are not compared: they follow another text."
+    )
+    table = tabulate(rows, headers, tablefmt="github", disable_numparse=True)
+    return f"{intro}\n\n{table}"
+
+
+def _drawn_weights(work: Path, others: list[Path]) -> str:
     here = work / "devices.drift"
     if not here.exists():
         done = run_child([*FLAGS, f"--out={here}"], {})
@@ -44,7 +103,7 @@ def section(work: Path, others: list[Path]) -> str:
     )
     table = tabulate(rows, headers, tablefmt="github", disable_numparse=True)
     end = f"Without a partner, and never called a difference: {', '.join(map(_code, alone))}."
-    return f"## CPU against GPU\n\n{intro}\n\n{table}" + (f"\n\n{end}" if alone else "")
+    return f"{intro}\n\n{table}" + (f"\n\n{end}" if alone else "")
 
 
 def _row(found: Comparison) -> tuple:

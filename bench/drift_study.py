@@ -14,7 +14,6 @@ import argparse
 import json
 import subprocess
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,30 +25,13 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from bench import drift_devices  # noqa: E402
-from xtrain.drift import compare  # noqa: E402
+from bench.drift_margins import Margins, gather, margins_text, ratio_text  # noqa: E402
 from xtrain.drift.factors import run_child  # noqa: E402
-from xtrain.drift.margins import ENDS, find_loop  # noqa: E402
 from xtrain.drift.record_folder import Record  # noqa: E402
-from xtrain.drift.report import context  # noqa: E402
 
 PIECE = 25  # prompts of one record of the margins: a few minutes of one core
 FEW, FEW_TOKENS = 8, 24
 LEVELS = ("default", "avx2")
-
-
-@dataclass
-class Margins:
-    """What 200 prompts x 100 tokens say, over all pieces."""
-
-    margins: list[list[float]] = field(default_factory=list)  # per prompt and step, of A
-    shifts: list[float] = field(default_factory=list)
-    num_can_flip: int = 0
-    num_other_tokens: int = 0
-    num_equal_prompts: int = 0
-    loops: list[int] = field(default_factory=list)  # first step of each
-    tightest: tuple[float, float, str] = (float("inf"), 0.0, "")  # margin, its shift, text
-    nearest: tuple[float, float, str] = (float("inf"), 1.0, "")
-    first: str = ""
 
 
 def main() -> int:
@@ -199,35 +181,13 @@ def measure_margins(work: Path, run: str, prompts: list[Path], num_tokens: int) 
     return found
 
 
-def gather(found: Margins, a: Path, b: Path) -> None:
-    """Add one piece."""
-    comparison = compare(a, b)
-    if comparison.reason is not None:
-        raise SystemExit(f"{a} and {b}: {comparison.reason}")
-    found.first = found.first or str(comparison.first_divergence)
-    for case in comparison.a.cases:
-        found.margins.append([float(step.info["margin"][0]) for step in case.steps])
-        loop = find_loop([step.tokens[0] for step in case.steps])
-        if loop is not None:
-            found.loops.append(loop[0])
-    found.num_other_tokens += sum(not prompt.tokens_equal for prompt in comparison.prompts)
-    found.num_equal_prompts += sum(prompt.logits_equal for prompt in comparison.prompts)
-    for position in comparison.positions:
-        found.shifts.append(position.shift)
-        found.num_can_flip += position.can_flip
-        place = (position.margin, position.shift)
-        if position.margin < found.tightest[0]:
-            found.tightest = (*place, context(comparison.a, position))
-        if position.shift * found.nearest[0] > position.margin * found.nearest[1]:
-            found.nearest = (*place, context(comparison.a, position))
-
-
 # --- The page ------------------------------------------------------------------------------------
 
 
 def page(ops, bisects, margins: Margins, environment: dict, args) -> str:
     """Return the study as Markdown."""
     versions = bisects["versions"]
+    pieces = sorted(args.work.glob(f"{LEVELS[0]}_*.drift"))
     parts = [
         "# Drift study: which settings move the numbers of a model trained here",
         _result(margins, bisects["settings"]),
@@ -254,10 +214,10 @@ def page(ops, bisects, margins: Margins, environment: dict, args) -> str:
         *(_ops_table(setting, rows) for setting, rows in ops.items()),
         _threads(ops["threads=1,2"]),
         "## Can a token flip",
-        _margins_text(margins, args),
-        drift_devices.section(args.work, args.gpu) if args.gpu else "",
+        margins_text(margins, "default against avx2", args.tokens),
+        drift_devices.section(args.work, args.gpu, pieces) if args.gpu else "",
         "## Not measured",
-        "More than two threads: this machine has two cores. The trained model on a GPU.",
+        "More than two threads: this machine has two cores.",
         "## Reproduce",
         f"```\npython bench/drift_study.py{_flags(args)}\n```",
     ]
@@ -276,7 +236,7 @@ def _result(found: Margins, settings: dict) -> str:
         f"**Result.** {len(settings['runs'])} runs under other threads, instruction sets and batch "
         f"sizes are {len(settings['sets'])} sets of equal bits. Of {len(found.shifts)} greedy "
         f"tokens under two instruction sets {flips}: the smallest margin, "
-        f"{found.tightest[0]:.3g}, is {_ratio(found.tightest[0], largest)} times the largest "
+        f"{found.tightest[0]:.3g}, is {ratio_text(found.tightest[0], largest)} times the largest "
         f"shift, {largest:.3g}. "
         f"{len(found.loops)} of {len(found.margins)} texts end in a loop, whose margins say little "
         "about ordinary text."
@@ -354,40 +314,6 @@ def _threads(ops: list) -> str:
         "8.94e-08, 10 ulp; logits shift by 5.81e-07, no token can flip). The study's prompts "
         "are longer, and keep their bits."
     )
-
-
-def _margins_text(found: Margins, args) -> str:
-    table = np.array(found.margins)
-    first, last = np.median(table[:, :ENDS]), np.median(table[:, -ENDS:])
-    shifts = np.array(found.shifts)
-    loops = "none of the prompts ends in a loop"
-    if found.loops:
-        loops = (
-            f"{len(found.loops)} of {len(table)} prompts end in a loop, from step "
-            f"{int(np.median(found.loops))} in the median"
-        )
-    verdict = "no token can flip" if not found.num_can_flip else f"{found.num_can_flip} can flip"
-    lines = [
-        f"largest shift of a pair of logits: {shifts.max():.3g} (median {np.median(shifts):.3g})",
-        f"smallest margin of all: {found.tightest[0]:.3g}, where the shift is "
-        f"{found.tightest[1]:.3g}, after `{found.tightest[2]}`",
-        f"nearest to a flip: margin {found.nearest[0]:.3g} against shift {found.nearest[1]:.3g}, a "
-        f"factor of {_ratio(*found.nearest[:2])}, after `{found.nearest[2]}`",
-        "smallest margin over largest shift, wherever they are: "
-        f"{_ratio(found.tightest[0], float(shifts.max()))}",
-        f"median margin of the first {ENDS} steps {first:.3g}, of the last {ENDS} {last:.3g}; "
-        f"{loops}",
-    ]
-    head = (
-        f"default against avx2, {len(table)} prompts x {args.tokens} tokens, {len(shifts)} places. "
-        f"The first difference is {found.first}. {found.num_equal_prompts} prompts keep the bits "
-        f"of all their logits, {found.num_other_tokens} get other tokens, and {verdict}."
-    )
-    return f"{head}\n\n" + "\n".join(f"- {line}" for line in lines)
-
-
-def _ratio(margin: float, shift: float) -> str:
-    return f"{margin / shift:.3g}" if shift > 0 else "infinity"
 
 
 if __name__ == "__main__":
