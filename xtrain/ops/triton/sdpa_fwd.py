@@ -27,11 +27,10 @@ from xtrain.ops.triton.sdpa_tiles import (
     can_use_tma,
     dense_rows,
     document_ranges,
+    keys_of_queries,
     load_tile,
-    narrow,
     score,
-    sees,
-    steps,
+    sees_keys,
     store_tile,
     tiled,
 )
@@ -84,14 +83,9 @@ def _attend(
         )  # fmt: skip
         x = score(tl.dot(q, k.T, input_precision=PRECISION), inner, SOFTCAP, NEGATE, PRECISION)
         if MASKED:
-            j = start + tl.arange(0, BLOCK_N)
-            key_ids = 0
-            if DOCUMENTS:
-                key_ids = tl.load(ids_ptr + j.to(tl.int64) * ids_t_stride, mask=j < S, other=0)
-                key_ids = key_ids[None, :]
-            visible = sees(
-                i[:, None], j[None, :], own_ids[:, None], key_ids, T, S, window,
-                CAUSAL, WINDOW, DOCUMENTS,
+            visible = sees_keys(
+                i, start, own_ids, ids_ptr, ids_t_stride, T, S, window,
+                CAUSAL, WINDOW, DOCUMENTS, BLOCK_N,
             )  # fmt: skip
             x = tl.where(visible, x, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(x, 1) * factor)
@@ -167,23 +161,13 @@ def _sdpa_fwd_kernel(
     first = block * BLOCK_M
     i = first + tl.arange(0, BLOCK_M)
 
-    low = 0
-    high = S
-    full_low = 0
-    full_high = S
-    if CAUSAL:
-        high = tl.minimum(S, first + BLOCK_M + S - T)
-        full_high = tl.minimum(S, first + 1 + S - T)
-    if WINDOW:
-        low = first + 1 + S - T - window
-        full_low = first + BLOCK_M + S - T - window
-    own_ids = i
     if DOCUMENTS:
         ids_ptr += b64 * ids_b_stride
-        own_ids = tl.load(ids_ptr + i.to(tl.int64) * ids_t_stride, mask=i < T, other=0)
-        ranges = ranges_ptr + (b64 * n_blocks + block) * 3
-        low, full_low, full_high, high = narrow(ranges, low, full_low, full_high, high)
-    low, full_low, full_high, high = steps(low, full_low, full_high, high, BLOCK_N)
+        ranges_ptr += (b64 * n_blocks + block) * 3
+    own_ids, low, full_low, full_high, high = keys_of_queries(
+        first, i, ids_ptr, ids_t_stride, ranges_ptr, T, S, window,
+        CAUSAL, WINDOW, DOCUMENTS, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
 
     q = load_tile(
         q_source, b64 * q_b_stride + head.to(tl.int64) * q_n_stride, q_t_stride, b, head, first, T,

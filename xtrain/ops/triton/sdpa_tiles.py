@@ -225,6 +225,32 @@ def sees(
 
 
 @triton.jit
+def sees_keys(
+    i,
+    start,
+    own_ids,
+    ids_ptr,
+    ids_t_stride,
+    T,
+    S,
+    window,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Whether queries i, of documents own_ids, see keys from start on: [queries, BLOCK_N]."""
+    j = start + tl.arange(0, BLOCK_N)
+    key_ids = 0
+    if DOCUMENTS:
+        key_ids = tl.load(ids_ptr + j.to(tl.int64) * ids_t_stride, mask=j < S, other=0)[None, :]
+    return sees(
+        i[:, None], j[None, :], own_ids[:, None], key_ids, T, S, window,
+        CAUSAL, WINDOW, DOCUMENTS,
+    )  # fmt: skip
+
+
+@triton.jit
 def steps(low, full_low, full_high, high, STEP: tl.constexpr):
     """Round to steps: [low, full_low) and [full_high, high) need a mask, what is between does not.
 
@@ -298,3 +324,41 @@ def narrow(ranges_ptr, low, full_low, full_high, high):
     full_low = tl.maximum(full_low, first)
     full_high = tl.where(dense != 0, tl.minimum(full_high, last), 0)
     return tl.maximum(low, first), full_low, full_high, tl.minimum(high, last)
+
+
+@triton.jit
+def keys_of_queries(
+    first,
+    i,
+    ids_ptr,
+    ids_t_stride,
+    ranges_ptr,
+    T,
+    S,
+    window,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """(documents of queries i, and the keys that they may see, as `steps` rounds them).
+
+    i: [first, first + BLOCK_M); ids_ptr of their batch row, ranges_ptr of their block.
+    """
+    low = 0
+    high = S
+    full_low = 0
+    full_high = S
+    if CAUSAL:
+        high = tl.minimum(S, first + BLOCK_M + S - T)
+        full_high = tl.minimum(S, first + 1 + S - T)
+    if WINDOW:
+        low = first + 1 + S - T - window
+        full_low = first + BLOCK_M + S - T - window
+    own_ids = i
+    if DOCUMENTS:
+        own_ids = tl.load(ids_ptr + i.to(tl.int64) * ids_t_stride, mask=i < T, other=0)
+        low, full_low, full_high, high = narrow(ranges_ptr, low, full_low, full_high, high)
+    low, full_low, full_high, high = steps(low, full_low, full_high, high, BLOCK_N)
+    return own_ids, low, full_low, full_high, high
