@@ -12,6 +12,7 @@ The only place where passes and torch.compile meet:
     backend.py          what Dynamo calls with each graph: passes, then inductor or another backend
     seeds.py            the (seed, offset) input of a graph, filled at each call
     session.py          what the graphs of one model share: sites, keys, the running forward
+    strict_checks.py, uncovered.py, graph_breaks.py, backend_failures.py   what strict mode refuses
     layer_state.py      what layers keep side by side (a key-value cache), seen alike by each
     blocks.py, step_keys.py, data_parallel.py, dynamic_shapes.py, report.py   one topic each
 """

@@ -26,7 +26,6 @@ class Backend:
         self.session = session
         self.training = training
         self.drops = training and session.options.dropout > 0
-        self._num_breaks_before = len(torch_compat.graph_breaks())
         # Dynamo shows this name in logs and errors.
         self.__name__ = "xtrain_train" if training else "xtrain_eval"
 
@@ -119,7 +118,8 @@ class Backend:
         lines = uncovered_sites(module, inserted, per_block=self.session.per_block)
         report.uncovered += [line for line in lines if line not in report.uncovered]
         if lines and self.session.options.strict:
-            raise SiteError(refusal(lines, self._num_breaks_before) + self.session.failures_said())
+            text = refusal(lines, self.session.num_breaks_before)
+            raise SiteError(text + self.session.failures_said())
 
     def _compile(
         self, inner: Callable[..., Any], module: fx.GraphModule, inputs: list[Any], key: str

@@ -22,14 +22,9 @@ from xtrain import torch_compat
 from xtrain.compiler import data_parallel, entries
 from xtrain.compiler.options import Options
 from xtrain.compiler.report import Report, Site
-from xtrain.compiler.session import (
-    Call,
-    Session,
-    SiteError,
-    check_executed,
-    check_model_unchanged,
-)
+from xtrain.compiler.session import Call, Session, SiteError
 from xtrain.compiler.step_keys import ReplayLedger, StepKey, StepKeys
+from xtrain.compiler.strict_checks import check_executed, check_model_unchanged
 
 
 def check_model(model: nn.Module) -> None:

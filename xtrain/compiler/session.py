@@ -1,9 +1,8 @@
-"""What the graphs of one compiled model share, and the strict checks on a forward's sites."""
+"""What the graphs of one compiled model share."""
 
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from xtrain import torch_compat
 from xtrain.compiler.blocks import Blocks
 from xtrain.compiler.dynamic_shapes import ShapeWatch
 from xtrain.compiler.options import Options
@@ -36,6 +36,7 @@ class Call:
     key: StepKey
     batch: int
     executed: list[Site] = field(default_factory=list)
+    blocks: set[str] = field(default_factory=set)  # that have run by graphs of their own
     _claims: dict[tuple[str, str], int] = field(default_factory=dict)
 
     def claim(self, block: str, kind: str) -> str:
@@ -61,6 +62,7 @@ class Session:
         self.is_replaced = False  # whether another compile_blocks has taken the blocks over
         self.sites: dict[tuple[str, str], Site] = {}
         self.report = Report()
+        self.num_breaks_before = len(torch_compat.graph_breaks())
         self.failures: list[str] = []  # of the backend, after which Dynamo leaves code to eager
         self.last_executed: tuple[Site, ...] = ()
         self.ledger: ReplayLedger[torch.Tensor] = ReplayLedger()
@@ -99,6 +101,8 @@ class Session:
     def running_block(self, path: str) -> Iterator[None]:
         """Say which of the layers that share a graph runs inside the context."""
         outer, self._local.block = self.block, path
+        if self.call is not None:
+            self.call.blocks.add(path)
         try:
             yield
         finally:
@@ -112,7 +116,7 @@ class Session:
             try:
                 layer = self.blocks.layer(block)
             except KeyError:
-                raise _not_there(self.model, f"{block} is new") from None
+                raise not_there(self.model, f"{block} is new") from None
             site = Site(full_name, layer, name, dropout)
             self.sites[block, name] = site
         return site
@@ -140,71 +144,10 @@ class Session:
             self.report.notes.append(text)
 
 
-def _not_there(model: nn.Module, change: str) -> SiteError:
+def not_there(model: nn.Module, change: str) -> SiteError:
+    """Return the error for a model whose modules have changed."""
     name = type(model).__name__
     return SiteError(
         f"{name} is not the model that was compiled: {change}. Call xtrain.compile again where "
         "layers have changed; sites are numbered by them."
     )
-
-
-def check_model_unchanged(session: Session) -> None:
-    """Raise where a training forward would run other blocks than those that were compiled."""
-    if session.is_replaced:
-        raise RuntimeError(
-            f"compile_blocks was called on this {type(session.model).__name__} again, and its "
-            "blocks run the graphs of the last call; use the CompiledModel that it returned"
-        )
-    if session.options.strict and (change := session.blocks.changed_list()):
-        raise _not_there(session.model, change)
-
-
-def check_executed(session: Session, call: Call) -> None:
-    """Hold the sites that a forward ran against the report and the blocks against one another."""
-    if not session.options.strict:
-        return
-    if not call.executed:
-        raise SiteError(
-            f"dropout={session.options.dropout}, but the training forward of "
-            f"{type(session.model).__name__} ran no residual site: none was found, or Dynamo fell "
-            "back to eager (TORCH_LOGS=graph_breaks,recompiles says why). Pass strict=False to "
-            f"train without dropout.{session.failures_said()}"
-        )
-    executed = set(call.executed)
-    missing = [s.name for s in session.sites.values() if s not in executed]
-    if missing:
-        raise SiteError(
-            f"a training forward ran {len(executed)} residual sites of {len(session.sites)}; "
-            f"missing: {', '.join(missing[:5])}. A part of the model was skipped, or Dynamo fell "
-            "back to eager there (TORCH_LOGS=graph_breaks,recompiles says why). strict=False "
-            f"accepts it.{session.failures_said()}"
-        )
-    _check_blocks_agree(session)
-
-
-def _check_blocks_agree(session: Session) -> None:
-    """Blocks of one class in one list must have equally many sites.
-
-    Across lists they need not: the blocks of an encoder and a decoder can share a class. A block
-    that stands in several places of a list has the sites of each.
-    """
-    places = session.blocks.num_places
-    counts = Counter(block for block, _ in session.sites)
-    groups: dict[tuple[str, str], dict[str, int]] = {}
-    for path, class_name in session.blocks.class_names.items():
-        groups.setdefault((class_name, path.rpartition(".")[0]), {})[path] = counts.get(path, 0)
-    for (class_name, _), per_block in groups.items():
-        per_place = {path: n / places[path] for path, n in per_block.items()}
-        if len(set(per_block.values())) > 1 and len(set(per_place.values())) > 1:
-            listed = ", ".join(f"{path}: {n}" for path, n in per_block.items())
-            cause = "a pattern was missed in some"
-            if session.per_block and 0 in per_block.values():
-                cause = (
-                    "a pattern was missed in some, or Dynamo reached its recompile_limit: the "
-                    "layers share no graph when something other than weights differs between them "
-                    "(TORCH_LOGS=recompiles says what). A key-value cache may: use_cache=False"
-                )
-            raise SiteError(
-                f"blocks of class {class_name} differ in their number of residual sites ({listed})"
-                f"; {cause}. strict=False accepts it."
-            )

@@ -6,15 +6,14 @@ import re
 
 from torch import fx
 
-from xtrain import torch_compat
 from xtrain.compiler.backend_failures import short_place
+from xtrain.compiler.graph_breaks import breaks_said
 from xtrain.compiler.seeds import is_entry, readable_path
 from xtrain.passes.crossed_adds import find_crossed_adds
 from xtrain.passes.cut_adds import find_cut_adds
 from xtrain.passes.insert_residual_dropout import InsertResult
 
 _LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n\s*(?P<code>[^\n]*)')
-_MAX_BREAKS = 3
 
 
 def uncovered_sites(
@@ -47,25 +46,10 @@ def refusal(lines: list[str], num_breaks_before: int) -> str:
 
     Args:     num_breaks_before: graph breaks that Dynamo had listed before the model was compiled.
     """
-    breaks = torch_compat.graph_breaks()
-    breaks = breaks[num_breaks_before if num_breaks_before <= len(breaks) else 0 :]
-    said = list(
-        dict.fromkeys(f"{short_place(place)} ({_first_line(why)})" for place, why in breaks)
-    )
-    if len(said) > 2 * _MAX_BREAKS:  # the cause is among the first, and what cut this add the last
-        said[_MAX_BREAKS:-_MAX_BREAKS] = [f"{len(said) - 2 * _MAX_BREAKS} more"]
-    text = "a residual site gets no dropout: " + "; ".join(lines)
-    if said:
-        text += (
-            f". The graph broke at {'; '.join(said)}. Write that part without sizes and branches "
-            "that depend on values (experts as grouped or batched products; in transformers "
-            "experts_implementation='batched_mm', or 'grouped_mm' on bfloat16 weights)"
-        )
-    else:
-        text += ". Remove the cause"
-    return text + (
-        " (TORCH_LOGS=graph_breaks shows where a graph broke), or pass strict=False to train "
-        "without dropout there."
+    cause = breaks_said(num_breaks_before) or "Remove the cause"
+    return (
+        f"a residual site gets no dropout: {'; '.join(lines)}. {cause} (TORCH_LOGS=graph_breaks "
+        "shows where a graph broke), or pass strict=False to train without dropout there."
     )
 
 
@@ -76,7 +60,3 @@ def place_of(node: fx.Node) -> str:
         return node.name
     last = found[-1]
     return f"{short_place(last['file'])}:{last['line']}, `{last['code'].strip()}`"
-
-
-def _first_line(reason: str) -> str:
-    return reason.strip().partition("\n")[0]
