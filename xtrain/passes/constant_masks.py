@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, fx
 
 from xtrain import torch_compat
+from xtrain.passes import fx_utils
 from xtrain.passes.fx_utils import op_name
-from xtrain.passes.match import Refused
+from xtrain.passes.match import Refused, Writes
 
 # Elements of a mask that are still worth computing: 2 GiB of bytes.
 _MAX_ELEMENTS = 1 << 31
@@ -41,6 +42,7 @@ class ConstantMasks:
     def __init__(self, outer: Mapping[fx.Node, Any]):
         self._outer = outer
         self._meanings: dict[fx.Node, Meaning | str] = {}
+        self._writes: dict[fx.Graph, Writes] = {}
 
     def meaning(self, mask: fx.Node) -> Meaning:
         """Return what a mask [.., T, S] means. Raises Refused if it is not a constant, or other."""
@@ -57,7 +59,7 @@ class ConstantMasks:
         return found
 
     def _evaluate(self, mask: fx.Node) -> Tensor:
-        needed = self._ancestors(mask)
+        needed = self._in_running_order(mask, self._ancestors(mask))
         with torch_compat.real_tensors(), torch.no_grad():
             values: dict[fx.Node, Any] = {}
             for node in needed:
@@ -72,24 +74,46 @@ class ConstantMasks:
                     values[node] = node.target(*args, **kwargs)
         return values[mask]
 
-    def _ancestors(self, mask: fx.Node) -> list[fx.Node]:
-        """What a mask is computed from, in running order. Refused if an input is among it."""
-        order: list[fx.Node] = []
-        seen: set[fx.Node] = set()
-        pending: list[tuple[fx.Node, bool]] = [(mask, False)]
+    def _ancestors(self, mask: fx.Node) -> set[fx.Node]:
+        """What a mask is computed from, itself among it. Refused if an input is among it.
+
+        Ops that write into a value on the way belong to it, and must lie before the mask itself.
+        """
+        found: set[fx.Node] = set()
+        ends = {mask.graph: mask}  # by graph, what the mask is read by, or is itself
+        pending = [mask]
         while pending:
-            node, is_done = pending.pop()
-            if is_done:
-                order.append(node)
+            node = pending.pop()
+            if node in found:
                 continue
-            if node in seen:
-                continue
-            seen.add(node)
+            found.add(node)
             self._check_constant(node)
-            sources = [self._outer[node]] if node.op == "placeholder" else node.all_input_nodes
-            pending.append((node, True))
-            pending += [(source, False) for source in sources]
-        return order
+            if node.op == "placeholder":
+                given = self._outer[node]
+                ends[given.graph] = min(u for u in given.users if fx_utils.called_bodies(u))
+                pending.append(given)
+                continue
+            writes = self._writes_of(node.graph).into(node)
+            if not all(write is mask or write < ends[node.graph] for write in writes):
+                raise Refused("its mask is written in place")
+            pending += [*node.all_input_nodes, *writes]
+        return found
+
+    def _writes_of(self, graph: fx.Graph) -> Writes:
+        if graph not in self._writes:
+            self._writes[graph] = Writes(graph)
+        return self._writes[graph]
+
+    def _in_running_order(self, mask: fx.Node, needed: set[fx.Node]) -> list[fx.Node]:
+        """The nodes graph by graph, a caller's before those of the body that it calls."""
+        graphs = [mask.graph]
+        while True:
+            taken = (n for n in needed if n.op == "placeholder" and n.graph is graphs[-1])
+            caller = next((self._outer[n].graph for n in taken), None)
+            if caller is None:
+                break
+            graphs.append(caller)
+        return [n for graph in reversed(graphs) for n in graph.nodes if n in needed]
 
     def _check_constant(self, node: fx.Node) -> None:
         if node.op == "placeholder" and isinstance(self._outer.get(node), fx.Node):

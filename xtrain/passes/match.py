@@ -280,15 +280,37 @@ class Writes:
     """Which values of a graph are written in place: a swap reads later than the ops it replaces."""
 
     def __init__(self, graph: fx.Graph):
-        self._roots = {root_of(node) for node in _written(graph)}
+        self._by_root: dict[fx.Node, list[fx.Node]] = {}
+        for write, target in _writes(graph):
+            self._by_root.setdefault(root_of(target), []).append(write)
+
+    def into(self, node: fx.Node) -> list[fx.Node]:
+        """Return the ops that write into a value or its views, in running order."""
+        return self._by_root.get(root_of(node), [])
+
+    def are_over(self, node: fx.Node) -> bool:
+        """Whether ops that write into a value come before all others that take it.
+
+        What all readers see is what the value stays: a read may move to a later place.
+        """
+        writes = self.into(node)
+        readers = [user for user in node.users if user not in writes]
+        return all(write < reader for write in writes for reader in readers)
 
     def refuse(self, *nodes: Any) -> None:
-        """Raise Refused if one of these values is written anywhere in the graph."""
-        if self._roots and any(isinstance(n, fx.Node) and root_of(n) in self._roots for n in nodes):
-            raise Refused("an op writes in place into what it reads")
+        """Raise Refused if one of these values may be written behind an op that reads it.
+
+        An op that writes into the value itself may be one of those that a match replaces.
+        """
+        for node in nodes if self._by_root else ():
+            if not isinstance(node, fx.Node):
+                continue
+            if any(w in node.users for w in self.into(node)) or not self.are_over(node):
+                raise Refused("an op writes in place into what it reads")
 
 
-def _written(graph: fx.Graph) -> Iterator[fx.Node]:
+def _writes(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Yield (op, what it writes into) of a graph, in running order."""
     for node in graph.nodes:
         name = op_name(node)
         ends = name.endswith("_") and not name.endswith("__")
@@ -297,10 +319,10 @@ def _written(graph: fx.Graph) -> Iterator[fx.Node]:
         if name in _IN_PLACE or ends or inplace or node.kwargs.get("inplace") is True:
             target = operand(node, 0, "input", "self")
             if isinstance(target, fx.Node):
-                yield target
+                yield node, target
         out = node.kwargs.get("out")
         if isinstance(out, fx.Node):
-            yield out
+            yield node, out
 
 
 def root_of(node: fx.Node) -> fx.Node:

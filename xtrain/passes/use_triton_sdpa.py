@@ -54,8 +54,7 @@ def use_triton_sdpa(
         q, k, v = (operand(node, i, name) for i, name in enumerate(("query", "key", "value")))
         if any(tensor_meta(x) is None for x in (q, k, v, node)):
             return None
-        writes.refuse(q, k, v)
-        return _swap(node, q, k, v, _meaning(node, masks), forms)
+        return _swap(node, (q, k, v), _meaning(node, masks), forms, writes)
 
     return swap_each(graph, swap)
 
@@ -83,8 +82,19 @@ def _meaning(node: fx.Node, masks: ConstantMasks) -> Meaning:
     return masks.meaning(mask)
 
 
-def _swap(node: fx.Node, q: fx.Node, k: fx.Node, v: fx.Node, meaning: Meaning, forms: Forms) -> str:
+def _swap(
+    node: fx.Node,
+    inputs: tuple[fx.Node, fx.Node, fx.Node],
+    meaning: Meaning,
+    forms: Forms,
+    writes: Writes,
+) -> str:
+    """Put the op in the call's own place, where it reads q, k and v as the call does.
+
+    Writes into them need no look, but for heads that it reads before they are repeated.
+    """
     graph = node.graph
+    q, k, v = inputs
     scale, dtype = operand(node, 6, "scale"), known_dtype(node)
     if any(len(shape) != 4 for shape in (_shape(x) for x in (q, k, v))):
         raise Refused("q, k and v are not [batch, heads, tokens, head dim]")
@@ -92,18 +102,18 @@ def _swap(node: fx.Node, q: fx.Node, k: fx.Node, v: fx.Node, meaning: Meaning, f
         scale = _shape(q)[3] ** -0.5
     if not is_number(scale):
         raise Refused("its scale is no constant")
-    once = _unrepeated(k), _unrepeated(v)
+    once = _unrepeated(k, writes), _unrepeated(v, writes)
     if all(x is not None for x in once) and len({_shape(x)[1] for x in once}) == 1:
         k, v = once  # type: ignore[assignment]
     with graph.inserting_before(node):
-        inputs = [emit_cast(graph, x, dtype, node) for x in (q, k, v)]
-        values = values_of(tuple(inputs))
+        cast = [emit_cast(graph, x, dtype, node) for x in (q, k, v)]
+        values = values_of(tuple(cast))
         masked: dict[str, Any] = {"causal": meaning.causal, "window": meaning.window}
         if (reason := OP.supports(*values, scale=scale, **masked)) is not None:
             raise Refused(f"no fused kernel takes it: {reason.removeprefix('explicit: ')}")
         opaque, form = forms.choose(OP, *values, scale=scale, **masked)
         options = (None, meaning.causal, float(scale), meaning.window, None)
-        both = emit_op(graph, OP, (*inputs, *options), node, opaque=opaque)
+        both = emit_op(graph, OP, (*cast, *options), node, opaque=opaque)
         out = emit_getitem(graph, both, 0, node)
     check_same_form(out, node)
     sources = node.all_input_nodes
@@ -120,8 +130,16 @@ def _shape(node: Any) -> torch.Size:
     return value.shape
 
 
-def _unrepeated(node: fx.Node) -> fx.Node | None:
-    """Return k [B, M, S, H] for the [B, M * G, S, H] that repeats each of its heads G times."""
+def _unrepeated(node: fx.Node, writes: Writes) -> fx.Node | None:
+    """Return k [B, M, S, H] for the [B, M * G, S, H] that repeats each of its heads G times.
+
+    None too where an op may write into k behind the repeat, which has copied it.
+    """
+    once = _repeated_by(node)
+    return once if once is not None and writes.are_over(once) else None
+
+
+def _repeated_by(node: fx.Node) -> fx.Node | None:
     if op_name(node) == "repeat_interleave" and operand(node, 2, "dim") in (1, -3):
         heads = operand(node, 0, "input", "self")
         return heads if isinstance(operand(node, 1, "repeats"), int) else None
