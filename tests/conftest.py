@@ -13,10 +13,15 @@ HAS_CUDA = torch.cuda.is_available()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Divide the cores among xdist workers: threads that wait for a core spin (50 x slower)."""
+    """Divide the cores among xdist workers: threads that wait for a core spin (50 x slower).
+
+    The commands that tests run are told by OMP_NUM_THREADS.
+    """
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers > 1:
-        torch.set_num_threads(max(1, torch.get_num_threads() // workers))
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, torch.get_num_threads() // workers))
+        os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -13,7 +13,6 @@ import torch._dynamo.testing
 from torch import Tensor
 from torch.autograd import gradcheck
 
-import xtrain
 from xtrain import model as M
 from xtrain.model import Config, Transformer
 
@@ -83,15 +82,14 @@ def test_state_is_parameters_alone():
     assert model.blocks[0].feed_forward.down.weight.shape == (64, 32)  # [in, out]
 
 
-@pytest.mark.parametrize("mode", ["eager", "compiled"])
-def test_overfit(mode):
+def test_overfit():
+    """Compiled: test_compile_equality.py."""
     model = make_model()
     data = make_tokens(1, 28, seed=4)
     tokens, targets = data[:, :-1], data[:, 1:]
-    forward = model if mode == "eager" else xtrain.compile(model, dropout=0.0)
     losses = []
     for _ in range(200):
-        _, loss = forward(tokens, targets)
+        _, loss = model(tokens, targets)
         loss.backward()
         losses.append(loss.item())
         with torch.no_grad():
@@ -101,7 +99,7 @@ def test_overfit(mode):
     assert abs(losses[0] - math.log(16)) < 0.1  # about 2.8: uniform over 16
     assert losses[-1] < 0.01
     with torch.no_grad():
-        assert torch.equal(forward(tokens)[0].argmax(-1), targets)
+        assert torch.equal(model(tokens)[0].argmax(-1), targets)
 
 
 def test_causal_and_batch_independent():
@@ -250,8 +248,9 @@ def test_blocks_get_fp32_tables_in_bf16(mode):
         assert table.dtype == torch.float32 and torch.equal(table, right)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full", 1])
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(
+    ("recompute", "autocast"), [("none", False), ("none", True), ("full", True), (1, False)]
+)
 def test_traces_as_one_graph_at_any_size(recompute, autocast):
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounter()
