@@ -133,6 +133,8 @@ def run_compare(args: argparse.Namespace) -> int:
 
     if training_folder.find(args.a) or training_folder.find(args.b):
         return _compare_training(args)
+    if args.html == "-":
+        raise DriftError("--html needs the name of a file; --json alone knows -, for stdout")
     comparison = compare(args.a, args.b)
     if args.html:
         from xtrain.drift.page import page

@@ -25,6 +25,7 @@ MINIMA = {
     "op-steps": 0,
     "top-k": 1,
 }
+MAXIMA = {"threads": 1024}  # torch ends the process where the system refuses it a thread
 WORDS = {"mode": MODES, "dtype": ("auto", *DTYPES), "decode": DECODERS}
 
 
@@ -58,3 +59,5 @@ def _check_minimum(flag: str, value: Any) -> None:
         raise DriftError(f"--{flag} must be a whole number, got {value!r}") from None
     if number < MINIMA[flag]:
         raise DriftError(f"--{flag} must be at least {MINIMA[flag]}, got {value}")
+    if number > MAXIMA.get(flag, number):
+        raise DriftError(f"--{flag} must be at most {MAXIMA[flag]}, got {value}")

@@ -30,6 +30,10 @@ from xtrain.drift.record_folder import (
 from xtrain.drift.values import hash_bits
 from xtrain.drift.weights import count_parameters, hash_weights, json_number, weight_sizes
 
+# settings that count something, and the least they can be
+LEAST = {"batch_size": 1, "num_tokens": 1, "top_k": 1}
+LEAST |= dict.fromkeys(("pad_to", "sample_seed", "op_steps", "warm_up"), 0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -54,9 +58,12 @@ class Settings:
             raise DriftError(f"mode must be one of {', '.join(MODES)}, got {self.mode!r}")
         if self.decode not in (*DECODERS, None):
             raise DriftError(f"decode must be one of {', '.join(DECODERS)}, got {self.decode!r}")
-        for name in ("batch_size", "num_tokens", "top_k"):
-            if getattr(self, name) < 1:
-                raise DriftError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name, least in LEAST.items():
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < least):
+                raise DriftError(
+                    f"{name} must be a whole number of at least {least}, got {value!r}"
+                )
         if self.decode == "generate" and (self.mode != "eager" or self.pad_to):
             raise DriftError("decode=generate calls the model by itself: no other mode, no pad_to")
         if self.tensors and self.mode in UNSEEN:
@@ -93,10 +100,10 @@ def record(
               top_k: logits per position in the readable part; all are kept in the other.
               warm_up: forwards before, which are not recorded.
               overwrite: replace a record that is there.
-    Raises:   DriftError for a model that returns no logits, a mode it cannot run in, or an `out`
-              that exists.
+    Raises:   DriftError for a model that returns no logits or is no module, a mode it cannot run in
+              (a compiled one has its own), or an `out` that exists.
     """
-    mode = mode or ("unobserved" if _is_compiled(model) else "eager")
+    mode = _mode_of(model, mode)
     device = str(next((p.device for p in model.parameters()), "cpu"))
     named = _named_inputs(inputs, device)
     prompts = _prompts(named)
@@ -308,7 +315,19 @@ def _is_ids(tensor: Tensor) -> bool:
     return not tensor.is_floating_point() and not tensor.is_complex()
 
 
-def _is_compiled(model: nn.Module) -> bool:
+def _mode_of(model: nn.Module, mode: str | None) -> str:
+    if not isinstance(model, nn.Module):
+        raise DriftError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if mode not in (None, "unobserved") and is_compiled(model):
+        raise DriftError(
+            f"mode={mode} is for the plain model, and this one is compiled already: leave mode "
+            "out to record its logits, or record the model that was compiled"
+        )
+    return mode or ("unobserved" if is_compiled(model) else "eager")
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Return whether torch.compile or xtrain.compile has made a model, or a part of it."""
     compiler = sys.modules.get("xtrain.compiler")  # not loaded: no model comes from there
     ours = compiler is not None and isinstance(model, compiler.CompiledModel)
     return ours or any(hasattr(module, "_orig_mod") for module in model.modules())

@@ -47,7 +47,7 @@ def assert_no_drift(
 
 def _replay(model: nn.Module, baseline: Record, inputs: Any) -> Record:
     """Return a temporary record of model with the prompts and settings of the baseline."""
-    from xtrain.drift.recording import Settings, of_library, record, record_prompts
+    from xtrain.drift.recording import Settings, is_compiled, of_library, record, record_prompts
 
     prompts = baseline.contents["prompts"]
     run = baseline.run
@@ -59,8 +59,12 @@ def _replay(model: nn.Module, baseline: Record, inputs: Any) -> Record:
             raise DriftError(
                 f"{baseline.path} was recorded from inputs that are no token ids; pass inputs="
             )
+        if is_compiled(model):  # as it is, whatever the baseline's mode
+            return record(model, tokens, top_k=run["top_k"])
         return record(model, tokens, mode=run["mode"], tensors=run["tensors"], top_k=run["top_k"])
     device = next((str(parameter.device) for parameter in model.parameters()), "cpu")
     vocab_size = baseline.cases[0].steps[0].logits()[0].shape[-1]
+    if is_compiled(model):
+        run = {**run, "mode": "unobserved", "tensors": False}
     settings = Settings(**{**run, "device": device})
     return record_prompts(of_library(model, vocab_size), prompts, settings)
