@@ -107,8 +107,9 @@ def compile_blocks(
 
     Layers share a graph although each reads an entry of its own in an object that all are given,
     in a list with one entry per layer or a dict by layer number: transformers' key-value caches,
-    which are on by default. Other state by layer costs a graph for each layer; past Dynamo's
-    recompile_limit a training forward raises.
+    which are on by default. A float of each layer's own is an input of one graph for all where
+    Dynamo can make it one; as an attention's scale it costs a graph for each layer, as other state
+    by layer does; past Dynamo's recompile_limit that raises in a training forward.
 
     Raises:   ValueError if the model has no blocks (elements of a ModuleList with two matrices or
               more); else as `compile`.

@@ -14,9 +14,17 @@ from torch.utils import _pytree as pytree
 
 from xtrain import torch_compat
 from xtrain.compiler.backend import Backend
-from xtrain.compiler.layer_state import numbers_of_layers, shown_to_layer, symbols
+from xtrain.compiler.layer_state import (
+    floats_of_layer,
+    numbers_of_layers,
+    shown_to_layer,
+    symbols,
+)
 from xtrain.compiler.seeds import ENTRY_ROOT
 from xtrain.compiler.session import Session
+
+# The first layer's float is a constant, the second makes it an input, the third finds it one.
+_LAYERS_THAT_SHOW_SHARING = 3
 
 
 def call_module(_xtrain_model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -60,14 +68,18 @@ def compile_each_block(session: Session) -> None:
                 f"{path} is a {type(block).__name__}, which has no forward to compile: the adds of "
                 f"{type(session.model).__name__}'s blocks lie in its own code; use xtrain.compile"
             )
-    entries: dict[tuple[type, bool], Callable[..., Any]] = {}
+    entries: dict[tuple[type, bool], BlockEntries] = {}
     for path, block in blocks.items():
+        siblings = session.blocks.siblings(path)
+        numbers = floats_of_layer(block, [blocks[other] for other in siblings])
         for training in (True, False):
             key = (type(block), training)
             if key not in entries:
-                entries[key] = compiled_entry(session, training, call_block)
-        by_mode = {mode: entries[type(block), mode] for mode in (True, False)}
-        siblings = session.blocks.siblings(path)
+                entries[key] = BlockEntries(session, training)
+        by_mode = {
+            mode: functools.partial(entries[type(block), mode].run, numbers)
+            for mode in (True, False)
+        }
         place = siblings.index(path), len(siblings)
         if isinstance(before := block.__dict__.get("forward"), _BlockForward):
             before.session.is_replaced = True
@@ -78,6 +90,42 @@ def compile_each_block(session: Session) -> None:
         for name in numbers_of_layers([blocks[path] for path in siblings])
     }
     session.symbols = tuple(symbols(ENTRY_ROOT, sorted(numbers)))
+
+
+class BlockEntries:
+    """The compiled code of one block class in one mode: one for all layers, where they can share.
+
+    Layers that hold another float each (an attention scale by layer) share a graph where Dynamo
+    makes the float an input; an op that takes it as a constant gives each layer a graph. Once a
+    third layer shows that, those behind it get entries of their own, and so do not run into
+    Dynamo's limit of graphs for one entry.
+    """
+
+    def __init__(self, session: Session, training: bool):
+        self._session = session
+        self._training = training
+        self._shared = compiled_entry(session, training, call_block)
+        self._by_numbers: dict[tuple[float, ...], Callable[..., Any]] = {}
+        self._is_apart = False
+
+    def run(self, numbers: tuple[float, ...], block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Call a block whose layer has these floats of its own."""
+        entry = self._by_numbers.get(numbers)
+        is_new = entry is None
+        if entry is None:
+            entry = self._shared
+            if self._is_apart:
+                entry = compiled_entry(self._session, self._training, call_block)
+            self._by_numbers[numbers] = entry
+        before = self._num_graphs()
+        result = entry(block, *args, **kwargs)
+        if is_new and len(self._by_numbers) > _LAYERS_THAT_SHOW_SHARING - 1:
+            self._is_apart |= self._num_graphs() > before
+        return result
+
+    def _num_graphs(self) -> int:
+        report = self._session.report
+        return report.num_train_graphs if self._training else report.num_eval_graphs
 
 
 class _BlockForward:

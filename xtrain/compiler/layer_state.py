@@ -142,6 +142,18 @@ def numbers_of_layers(blocks: Sequence[nn.Module]) -> set[str]:
     return names
 
 
+def floats_of_layer(block: nn.Module, siblings: Sequence[nn.Module]) -> tuple[float, ...]:
+    """Return the floats of a block that differ between the layers of its list, in a fixed order."""
+    parts = [dict(other.named_modules()) for other in siblings]
+    floats = []
+    for path, part in block.named_modules():
+        for name, value in vars(part).items():
+            if type(value) is float:
+                values = [getattr(other.get(path), name, value) for other in parts]
+                floats += [value] if any(v != value for v in values) else []
+    return tuple(floats)
+
+
 def symbols(root: str, names: Sequence[str]) -> list[str]:
     """Return patterns of the sources that are traced as symbols, for modules that lie in `root`."""
     return [rf"{re.escape(root)}\.(.+\.)?{name}$" for name in names] + [rf".+\.{_INDEX}$"]
