@@ -71,13 +71,13 @@ def compile_each_block(session: Session) -> None:
     entries: dict[tuple[type, bool], BlockEntries] = {}
     for path, block in blocks.items():
         siblings = session.blocks.siblings(path)
-        numbers = floats_of_layer(block, [blocks[other] for other in siblings])
+        floats = floats_of_layer(block, [blocks[other] for other in siblings])
         for training in (True, False):
             key = (type(block), training)
             if key not in entries:
                 entries[key] = BlockEntries(session, training)
         by_mode = {
-            mode: functools.partial(entries[type(block), mode].run, numbers)
+            mode: functools.partial(entries[type(block), mode].run, floats)
             for mode in (True, False)
         }
         place = siblings.index(path), len(siblings)
