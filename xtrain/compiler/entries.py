@@ -57,17 +57,7 @@ def compile_each_block(session: Session) -> None:
     forward of the compiled model it runs the block's own code.
     """
     blocks = {path: session.model.get_submodule(path) for path in session.blocks.paths}
-    if not blocks:
-        raise ValueError(
-            f"{type(session.model).__name__} has no blocks to compile one by one (elements of a "
-            "ModuleList, Sequential or ModuleDict with two matrices or more); use xtrain.compile"
-        )
-    for path, block in blocks.items():
-        if isinstance(block, nn.ModuleList | nn.ModuleDict):
-            raise ValueError(
-                f"{path} is a {type(block).__name__}, which has no forward to compile: the adds of "
-                f"{type(session.model).__name__}'s blocks lie in its own code; use xtrain.compile"
-            )
+    _check_can_run(session.model, blocks)
     entries: dict[tuple[type, bool], BlockEntries] = {}
     for path, block in blocks.items():
         siblings = session.blocks.siblings(path)
@@ -76,7 +66,7 @@ def compile_each_block(session: Session) -> None:
             key = (type(block), training)
             if key not in entries:
                 entries[key] = BlockEntries(session, training)
-        by_mode = {
+        by_mode: dict[bool, Callable[..., Any]] = {
             mode: functools.partial(entries[type(block), mode].run, floats)
             for mode in (True, False)
         }
@@ -90,6 +80,21 @@ def compile_each_block(session: Session) -> None:
         for name in numbers_of_layers([blocks[path] for path in siblings])
     }
     session.symbols = tuple(symbols(ENTRY_ROOT, sorted(numbers)))
+
+
+def _check_can_run(model: nn.Module, blocks: dict[str, nn.Module]) -> None:
+    """Raise ValueError where a model has no blocks, or one that has no forward of its own."""
+    if not blocks:
+        raise ValueError(
+            f"{type(model).__name__} has no blocks to compile one by one (elements of a "
+            "ModuleList, Sequential or ModuleDict with two matrices or more); use xtrain.compile"
+        )
+    for path, block in blocks.items():
+        if isinstance(block, nn.ModuleList | nn.ModuleDict):
+            raise ValueError(
+                f"{path} is a {type(block).__name__}, which has no forward to compile: the adds of "
+                f"{type(model).__name__}'s blocks lie in its own code; use xtrain.compile"
+            )
 
 
 class BlockEntries:
