@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -126,6 +127,19 @@ def test_names_that_only_look_alike_stay(tmp_path):
     drift.record(decoder(), tokens(), out=tmp_path / "x")
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left == [".x.tmp", ".x.tmp-3", ".x.tmp-notes", ".xy.tmp-1", "x"]
+
+
+def test_a_folder_whose_names_may_not_be_read_is_written_all_the_same(tmp_path, monkeypatch):
+    """Some shared folders let everyone write and nobody look."""
+
+    def refuse(_):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "iterdir", refuse)
+        writer = RecordWriter(tmp_path / "x")
+    assert writer.temp.is_dir()
+    writer.discard()
 
 
 def test_a_mode_that_fails_before_the_first_forward_leaves_nothing(tmp_path):

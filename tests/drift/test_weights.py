@@ -89,7 +89,7 @@ def test_a_bf16_checkpoint_loaded_in_each_dtype():
         flat = kept.get_parameter(NAME).view(-1)
         flat[unseen(flat.numel())] *= 1.5
     found = compare(record(kept, x), half)  # of bf16 and fp16 nobody can tell why they differ
-    assert found.exit_code == 4 and f"to be the same: {NAME} BF16 in A" in found.reason
+    assert found.exit_code == 4 and f"are the same: {NAME}, BF16 in A" in found.reason
 
 
 def test_two_roundings_of_other_numbers_cannot_be_compared():

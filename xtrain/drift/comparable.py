@@ -102,8 +102,8 @@ def _weights(a: Record, b: Record) -> str | None:
         return f"other weights: {next(n for n in different if answers[n] is False)}{more}"
     dtypes = f"{weights_a[different[0]]['dtype']} in A and {weights_b[different[0]]['dtype']} in B"
     return (
-        f"weights that none can tell to be the same: {different[0]}{more} {dtypes}, and neither "
-        "is the other rounded; record both in one dtype, or one of them in fp32"
+        f"nobody can tell whether these weights are the same: {different[0]}{more}, {dtypes}, "
+        "neither the other rounded; record both in one dtype, or one of them in fp32"
     )
 
 

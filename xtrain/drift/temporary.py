@@ -40,9 +40,11 @@ class TemporaryFolder:
 def remove_dead(target: Path) -> None:
     """Remove the folders for a record of this name that no process is writing into."""
     pattern = re.compile(rf"\.{re.escape(target.name)}\.tmp-(\d+)(-old)?")
-    if not target.parent.is_dir():
+    try:
+        beside = list(target.parent.iterdir())
+    except OSError:  # not there yet, or nobody may look: nothing to remove
         return
-    for path in target.parent.iterdir():
+    for path in beside:
         match = pattern.fullmatch(path.name)
         if match is None or not path.is_dir() or path.is_symlink():
             continue
