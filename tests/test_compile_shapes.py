@@ -217,6 +217,7 @@ def test_two_forwards_before_two_backwards_of_shared_graphs():
         gradients.append([p.grad for p in model.parameters()])
     rope = [r.skipped for r in compiled.report().passes if r.name == "use_triton_rope"]
     assert rope and all("nothing shows that cos gives both" in " ".join(r) for r in rope)
+    assert all("it is made outside of this graph" in " ".join(r) for r in rope)
     torch.testing.assert_close(*gradients)
 
 

@@ -317,6 +317,17 @@ def test_what_is_refused_with_its_reason(rotation, reason):
     assert_left_alone(swap, rotation, *q_and_k(), reason=reason)
 
 
+def test_tables_from_outside_are_refused_as_such():
+    def given(q, cos, sin):
+        return q * cos[None].float() + rotate_half(q) * sin[None].float()
+
+    cos, sin = (f(torch.randn(T, H // 2).repeat(1, 2)) for f in (torch.cos, torch.sin))
+    reason = "one angle: it is made outside of this graph"
+    assert_left_alone(swap, given, q_and_k()[0], cos, sin, reason=reason)
+    with pytest.raises(AssertionError):
+        assert_left_alone(swap, unproved_tables, *q_and_k(), reason="made outside of this graph")
+
+
 def test_learnt_angles_keep_their_gradient():
     f = torch.randn(T, H // 2, requires_grad=True)
 

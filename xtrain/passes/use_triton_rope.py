@@ -34,12 +34,17 @@ from xtrain.passes.forms import (
     erase_unread,
     values_of,
 )
-from xtrain.passes.fx_utils import tensor_meta
+from xtrain.passes.fx_utils import operand, tensor_meta
 from xtrain.passes.match import Refused, Writes, dtype_of, known_dtype, rounds_at_last_to, unary_of
 from xtrain.passes.result import PassResult
 from xtrain.passes.rope_patterns import HALF, Turn, columns_come_in_pairs, match_turn
+from xtrain.passes.values import is_parameter
 
 OP, OP_QK = OPS["rope"], OPS["rope_qk"]
+_FROM_OUTSIDE = (
+    ": it is made outside of this graph (compile_blocks sees one block alone; xtrain.compile sees "
+    "where its tables are made)"
+)
 
 
 @dataclass
@@ -145,7 +150,16 @@ def _is_one_or(size: Any, expected: Any) -> bool:
 def _check_tables(turn: Turn, outer: Mapping[fx.Node, Any]) -> None:
     for name, table in (("cos", turn.cos), ("sin", turn.sin)):
         if not columns_come_in_pairs(table, turn.layout, outer):
-            raise Refused(f"nothing shows that {name} gives both members of a pair one angle")
+            why = f"nothing shows that {name} gives both members of a pair one angle"
+            raise Refused(f"{why}{_FROM_OUTSIDE if _is_from_outside(table, outer) else ''}")
+
+
+def _is_from_outside(table: fx.Node, outer: Mapping[fx.Node, Any]) -> bool:
+    """Whether a table was made before the graph: it is one of its inputs, viewed or cast."""
+    node: Any = table
+    while isinstance(node, fx.Node) and (node.op != "placeholder" or node in outer):
+        node = outer[node] if node in outer else operand(node, 0, "input", "self")
+    return isinstance(node, fx.Node) and not is_parameter(node)
 
 
 def _place(pair: list[_Ready]) -> fx.Node | None:
