@@ -162,6 +162,22 @@ def test_fewer_sites_than_reported_are_an_error(compile_it):
     assert torch.equal(masks[2], torch.from_numpy(keep)), "a layer keeps its number"
 
 
+def test_a_branch_that_a_break_cuts_trains_without_dropout_and_the_report_says_so():
+    """The piece with the add sees two inputs alike: dropout on a guess could fall on the stream."""
+    compiled = probe(ProbeModel(breaks="inside a branch"), strict=False)
+    out = compiled(tokens())
+    assert [s.name for s in compiled.last_executed_sites] == [
+        "blocks.0.attention", "blocks.1.attention"
+    ]  # fmt: skip
+    masks = decode_masks(out - 2 - 8, 4)  # the feed-forwards add their constants undropped
+    for layer in range(2):
+        keep = keep_mask(SHAPE, P, site_seed(0, 0, layer, "attention"))
+        assert torch.equal(masks[2 * layer], torch.from_numpy(keep))
+    (line,) = compiled.report().uncovered
+    assert "a graph break lies between" in line and "which of its inputs is the branch" in line
+    assert f"places that train without dropout: 1\nuncovered: {line}" in str(compiled.report())
+
+
 def test_blocks_that_differ_are_an_error():
     class Forgetful(Block):
         def forward(self, x):

@@ -62,6 +62,8 @@ def compile(
               logits: "keep" | "drop": whether a training forward with labels returns logits.
               strict: raise when a site is left without dropout, when blocks of one class differ in
               their sites, or when a forward executed fewer sites than the report lists.
+              With strict=False such sites train without dropout, those that a graph break cuts
+              among them (a break inside a branch); the report lists them as uncovered.
               passes: graph passes of your own, functions or (name, function), run last.
               disable_passes: exact names of passes to leave out.
               dump_graphs: folder for each pass's graph, before and after, as readable Python.

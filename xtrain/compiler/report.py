@@ -30,7 +30,8 @@ class Report:
 
     sites:     residual sites in module order.
     passes:    one PassResult per pass and training graph, in running order.
-    uncovered: sites without dropout, each with the reason (empty in strict mode).
+    uncovered: places that train without dropout (strict=False), each with the reason; a site that
+               a graph break cuts is known by its add alone, and not among the sites.
     unseeded:  the model's own dropout that stays as it is (attention probabilities, embeddings).
     notes:     switches that were turned off and why, forms that ops took.
     num_train_graphs, num_eval_graphs: graphs compiled so far; more than one means graph breaks,
@@ -72,6 +73,8 @@ class Report:
             f"{len(self.sites)} residual sites; graphs compiled: "
             f"{self.num_train_graphs} for training, {self.num_eval_graphs} for evaluation",
         ]
+        if self.uncovered:
+            parts.append(f"places that train without dropout: {len(self.uncovered)}")
         parts += [f"uncovered: {line}" for line in self.uncovered]
         parts += [f"unseeded: {line}" for line in self.unseeded]
         parts += [f"note: {line}" for line in self.notes]

@@ -28,7 +28,8 @@ def uncovered_sites(
     if not is_entry(module):
         lines += [
             f"the add at {place_of(add)}: a graph break lies between the residual stream, the "
-            "branch and their add"
+            "branch and their add, and the piece that adds them does not show which of its inputs "
+            "is the branch, nor whose"
             for add in find_cut_adds(module.graph)
         ]
     elif per_block:
