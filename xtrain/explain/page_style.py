@@ -28,6 +28,9 @@ button, input, select { font: inherit; color: inherit; background: var(--soft);
 .card b { display: block; font-size: 1.25rem; font-variant-numeric: tabular-nums; }
 .columns { display: grid; gap: 0 2.5rem;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 34rem), 1fr)); }
+.columns > div { min-width: 0; }
+@media (min-width: 84rem) {
+  .columns { grid-template-columns: minmax(0, max-content) minmax(0, 1fr); } }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .88rem; }
 .plain th, .plain td { text-align: left; vertical-align: top; padding: .22rem .9rem .22rem 0;
