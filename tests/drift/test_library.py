@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from drift_models import decoder, prompts, subject, tokens
+from drift_models import decoder, gpt2, llama, prompts, subject, tokens
 
 from xtrain import drift
 from xtrain.drift.command import main
@@ -69,6 +69,33 @@ def test_a_compiled_model_against_the_baseline_of_the_plain_one(tmp_path):
         changed.blocks[1].attention.output.weight.mul_(2)
     with pytest.raises(AssertionError, match="other weights: blocks.1.attention.output.weight"):
         drift.assert_no_drift(torch.compile(changed, backend="eager"), tmp_path / "base")
+
+
+@pytest.mark.parametrize("make", [gpt2, llama])
+def test_a_checkpoint_that_lacks_weights_is_refused(tmp_path, capsys, make):
+    """transformers draws them at random, in each process others; a tied head is no such weight."""
+    from safetensors.torch import load_file, save_file
+
+    folder, flags = tmp_path / "model", ["--tokens=1", "--num-prompts=1", "--threads=1"]
+    make().save_pretrained(folder)
+    assert main(["record", "--out", str(tmp_path / "a"), str(folder), *flags]) == 0
+    weights = load_file(folder / "model.safetensors")
+    name = next(name for name in weights if "mlp" in name)
+    del weights[name]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    capsys.readouterr()
+    assert main(["record", "--out", str(tmp_path / "b"), str(folder), *flags]) == 5
+    assert f"its files lack 1 weight of the model: {name}" in capsys.readouterr().err
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("text", ['{"a": 1}', "3", '"text"', "[1, 2]", '["text"]'])
+def test_prompts_that_are_no_lists_of_ids(tmp_path, capsys, text):
+    path = tmp_path / "prompts.json"
+    path.write_text(text)
+    arguments = ["record", "--out", str(tmp_path / "a"), "tiny", "--prompts", str(path)]
+    assert main(arguments) == 5
+    assert f"{path} must hold a list of lists of ids" in capsys.readouterr().err
 
 
 def test_a_page_needs_a_file(tmp_path, capsys):

@@ -7,7 +7,7 @@ the instruction set, and two records must start from equal bits.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -128,15 +128,17 @@ def _hugging_face(folder: Path, dtype: str) -> Subject:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
+        model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
             # by the library: a later cast would also round tables that it keeps in fp32
             folder,
             local_files_only=True,
             dtype=DTYPES.get(dtype, "auto"),
+            output_loading_info=True,
         )
     except Exception as error:  # whatever the library finds wrong with the folder
         reason = " ".join(str(error).split())[:300]
         raise DriftError(f"cannot load {folder} as a causal language model: {reason}") from None
+    _check_complete(model, loaded["missing_keys"], folder)
     config = model.config.get_text_config()
     description = {"kind": "hugging_face", "name": folder.name, "class": type(model).__name__}
     if dtype != "auto" and (checkpoint := checkpoint_hash(folder)) is not None:
@@ -150,6 +152,17 @@ def _hugging_face(folder: Path, dtype: str) -> Subject:
         subject.encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
         subject.decode = lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)
     return subject
+
+
+def _check_complete(model: nn.Module, missing: Collection[str], folder: Path) -> None:
+    """Raise DriftError for parameters that no file has: the library draws those at random."""
+    lacking = [name for name, _ in model.named_parameters() if name in missing]
+    if lacking:
+        weights = "1 weight" if len(lacking) == 1 else f"{len(lacking)} weights"
+        raise DriftError(
+            f"cannot record {folder}: its files lack {weights} of the model: {lacking[0]}; "
+            "transformers would draw other numbers in each process"
+        )
 
 
 # --- Prompts -------------------------------------------------------------------------------------
@@ -209,6 +222,8 @@ def _from_file(path: Path, subject: Subject) -> list[dict[str, Any]]:
     if path.suffix == ".json":
         try:
             lists = json.loads(text)
+            if not isinstance(lists, list) or not all(isinstance(ids, list) for ids in lists):
+                raise ValueError("it holds something else")
             found: list[dict[str, Any]] = [{"tokens": list(ids), "text": None} for ids in lists]
         except (ValueError, TypeError) as error:
             raise DriftError(f"{path} must hold a list of lists of ids: {error}") from None
