@@ -128,7 +128,7 @@ def _hugging_face(folder: Path, dtype: str) -> Subject:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
-        model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             # by the library: a later cast would also round tables that it keeps in fp32
             folder,
             local_files_only=True,
@@ -138,7 +138,8 @@ def _hugging_face(folder: Path, dtype: str) -> Subject:
     except Exception as error:  # whatever the library finds wrong with the folder
         reason = " ".join(str(error).split())[:300]
         raise DriftError(f"cannot load {folder} as a causal language model: {reason}") from None
-    _check_complete(model, loaded["missing_keys"], folder)
+    model, found = loaded
+    _check_complete(model, found["missing_keys"], folder)
     config = model.config.get_text_config()
     description = {"kind": "hugging_face", "name": folder.name, "class": type(model).__name__}
     if dtype != "auto" and (checkpoint := checkpoint_hash(folder)) is not None:
