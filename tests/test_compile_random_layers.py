@@ -109,3 +109,12 @@ def test_layer_drop_of_transformers_is_named():
     ids = torch.arange(3, 21).view(2, 9)
     with pytest.raises(SiteError, match=r"`if dropout_probability < self.layerdrop:`.*at random"):
         xtrain.compile(model, dropout=P, seed=0, backend="eager")(input_ids=ids, labels=ids)
+
+
+def test_modules_of_a_piece_are_spelt_plainly():
+    from xtrain.compiler.seeds import ENTRY_ROOT, readable_path, without_locals
+
+    assert readable_path("L['self'].self_attn") == "self.self_attn"
+    assert readable_path(f"{ENTRY_ROOT}.layers.0") == "layers.0"
+    assert readable_path(ENTRY_ROOT) == "the model's own forward"
+    assert without_locals("dropout in L['self'].attn") == "dropout in self.attn"

@@ -11,7 +11,7 @@ from torch import fx
 
 from xtrain import passes, torch_compat
 from xtrain.compiler.backend_failures import failures_explained
-from xtrain.compiler.seeds import ENTRY_ROOT, Seeds
+from xtrain.compiler.seeds import ENTRY_ROOT, Seeds, without_locals
 from xtrain.compiler.session import Session, SiteError
 from xtrain.compiler.swaps import compile_swapped, passes_of_normalised_graph, wanted
 from xtrain.compiler.uncovered import refusal, uncovered_sites
@@ -65,7 +65,7 @@ class Backend:
         if not self.drops:
             return swap(module, inputs)
         unseeded = [
-            line.replace(f"{ENTRY_ROOT}.", "").replace(ENTRY_ROOT, "the model")
+            without_locals(line.replace(f"{ENTRY_ROOT}.", "").replace(ENTRY_ROOT, "the model"))
             for line in inserted.unseeded
         ]
         report.unseeded = list(dict.fromkeys([*report.unseeded, *unseeded]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from xtrain.rng import site_seed
 
 # The name under which our entry functions hold the model: graphs traced from them say so.
 ENTRY_ROOT = "L['_xtrain_model']"
+_LOCAL = re.compile(r"\bL\['(\w+)'\]")
 
 
 class Seeds:
@@ -181,7 +183,13 @@ def is_entry(module: fx.GraphModule) -> bool:
 
 def readable_path(path: str) -> str:
     """Return a module path as a user would write it, from its source name in a graph."""
-    return path.removeprefix(ENTRY_ROOT).removeprefix(".") or "the model's own forward"
+    path = path.removeprefix(ENTRY_ROOT).removeprefix(".")
+    return without_locals(path) or "the model's own forward"
+
+
+def without_locals(text: str) -> str:
+    """Spell what a piece behind a graph break starts from plainly: L['self'].proj as self.proj."""
+    return _LOCAL.sub(r"\1", text)
 
 
 def _wrap(value: int) -> int:
