@@ -310,6 +310,13 @@ def test_a_record_is_complete_or_absent(tmp_path):
     (tmp_path / "mine").mkdir()
     with pytest.raises(DriftError, match="it is no record and stays"):
         record(Rowwise(), tokens(), out=tmp_path / "mine", overwrite=True)
+    (tmp_path / "mine" / "manifest.json").write_text("{}")  # as a checkpoint's folder has one
+    with pytest.raises(DriftError, match="it is no record and stays"):
+        record(Rowwise(), tokens(), out=tmp_path / "mine", overwrite=True)
+    (out / "notes.txt").write_text("mine")
+    with pytest.raises(DriftError, match="holds 'notes.txt', which is no part of a record"):
+        record(Rowwise(), tokens(), out=out, overwrite=True)
+    assert (out / "notes.txt").read_text() == "mine"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "x.drift"]
 
 

@@ -100,9 +100,23 @@ class RecordWriter:
 
 def check_free(path: Path, *, overwrite: bool) -> None:
     """Raise DriftError if a record may not be written to path."""
-    if path.exists() and not (overwrite and (path / "manifest.json").is_file()):
-        advice = "choose another name, or --overwrite a record"
-        raise DriftError(f"{path} exists; {'it is no record and stays' if overwrite else advice}")
+    if not path.exists():
+        return
+    if not overwrite:
+        raise DriftError(f"{path} exists; choose another name, or --overwrite a record")
+    # A checkpoint has a manifest.json too.
+    if not (path / "record.json").is_file() or not (path / "manifest.json").is_file():
+        raise DriftError(f"{path} exists; it is no record and stays")
+    others = [p.name for p in sorted(path.iterdir()) if not _is_ours(p.name)]
+    if others:
+        raise DriftError(
+            f"{path} holds {others[0]!r}, which is no part of a record and would be lost; move it "
+            "elsewhere, or choose another name"
+        )
+
+
+def _is_ours(name: str) -> bool:
+    return name == "manifest.json" or OURS.fullmatch(name) is not None
 
 
 class CaseWriter:
