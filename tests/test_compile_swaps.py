@@ -111,7 +111,7 @@ FAMILIES = {
     "phi3": expected(5, 4, 2, 2, 1, 4),
     "nanochat": expected(10, 4, 0, 2, 1, 4),  # one norm more, in front of the layers; MLPs of ReLUs
     "llama4_text": expected(9, 4, 4, 2, 1, 4),  # a shared expert beside the others
-    "deepseek_v2": expected(9, 4, 2, 0, 1, 4),  # keys are written into a buffer
+    "deepseek_v2": expected(9, 4, 2, 2, 1, 4),  # latent attention: keys are written into a buffer
     "gpt2": expected(0, 0, 0, 0, 1, 0),  # LayerNorm, attention dropout
     "gpt_neox": expected(0, 4, 0, 2, 1, 0),
 }
