@@ -32,6 +32,7 @@ from xtrain.drift.record_folder import Record  # noqa: E402
 PIECE = 25  # prompts of one record of the margins: a few minutes of one core
 FEW, FEW_TOKENS = 8, 24
 LEVELS = ("default", "avx2")
+SHORT = "hello"  # a prompt of few rows
 
 
 def main() -> int:
@@ -160,6 +161,9 @@ def measure_settings(work: Path, run: str, prompts: Path, pythons: list[str]) ->
         if name == "versions":
             arguments.append("--packages")
         found[name] = child(work / f"bisect_{name}.json", arguments)
+    (short := work / "prompt_short.txt").write_text(f"{SHORT}\n")
+    arguments = ["bisect", "small", f"--prompts={short}", "--factor=threads=1,2"]
+    found["short"] = child(work / "bisect_short.json", arguments)
     return found
 
 
@@ -212,7 +216,7 @@ def page(ops, bisects, margins: Margins, environment: dict, args) -> str:
     parts += [
         "## Which ops keep their bits",
         *(_ops_table(setting, rows) for setting, rows in ops.items()),
-        _threads(ops["threads=1,2"]),
+        _threads(ops["threads=1,2"], bisects["short"]),
         "## Can a token flip",
         margins_text(margins, "default against avx2", args.tokens),
         drift_devices.section(args.work, args.gpu, pieces) if args.gpu else "",
@@ -301,18 +305,22 @@ def _ops_table(setting: str, ops: list) -> str:
     return f"{title}\n\n{table}\n\nEqual at every length: {same}."
 
 
-def _threads(ops: list) -> str:
-    if not any(row["op"] == "sdpa_one_query" and row["first"] for row in ops):
-        return ""
-    return (
-        "At 64 rows the threads share out one sum over everything (`sum_all`, from 768 x 64 "
-        "numbers on) and the keys of a single query (`sdpa_one_query`), a step of decoding "
-        "with a cache; ops by rows keep their bits. With few rows a product does not: MKL "
-        "divides [M, 256] x [256, 256] otherwise for two threads at M = 5, 6, 7, 9, 10 and 11 "
-        "of 1 to 64 (torch 2.11, 2.13 and 2.14). `bisect small --factor threads=1,2` on the "
-        "prompt `hello` starts to differ in blocks.0.attention.query: aten.mm (at least "
-        "8.94e-08, 10 ulp; logits shift by 5.81e-07, no token can flip). The study's prompts "
-        "are longer, and keep their bits."
+def _threads(ops: list, short: dict) -> str:
+    """Return what threads share out: sums in `ops`, products of few rows in a short prompt."""
+    run = short["runs"][1]
+    text = ""
+    if any(row["op"] == "sdpa_one_query" and row["first"] for row in ops):
+        text = (
+            "At 64 rows the threads share out one sum over everything (`sum_all`) and the keys of "
+            "a single query (`sdpa_one_query`), a step of decoding with a cache; ops by rows keep "
+            "their bits. "
+        )
+    if not run["first_divergence"]:
+        return text + "Nor does a prompt of five bytes change with the threads."
+    return text + (
+        "Products of few rows need not: `bisect small --factor threads=1,2` on the prompt "
+        f"`{SHORT}` starts to differ in {run['first_divergence']} ({run['size']}; logits shift by "
+        f"{run['max_shift']:.3g}, verdict {run['exit_code']})."
     )
 
 
