@@ -72,7 +72,7 @@ def _trained_run(pairs: list[tuple[Path, Path]]) -> str:
     headers = (*headers, "can flip", "prompts with other tokens")
     a = Record(pairs[0][0])
     intro = (
-        f"The trained model on the prompts of the margins above, {a.run['num_tokens']} tokens "
+        f"The trained model on prompts of the margins above, {a.run['num_tokens']} tokens "
         "each; A is the record of this machine's CPU in fp32, ATen level default. Where a prompt "
         "gets another token, the places behind it are not compared: they follow another text."
     )

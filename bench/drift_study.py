@@ -26,6 +26,7 @@ if str(ROOT) not in sys.path:
 
 from bench import drift_devices  # noqa: E402
 from bench.drift_margins import Margins, gather, margins_text, ratio_text  # noqa: E402
+from bench.harness import git_commit  # noqa: E402
 from xtrain.drift.factors import run_child  # noqa: E402
 from xtrain.drift.record_folder import Record  # noqa: E402
 
@@ -65,6 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--gpu", nargs="*", default=[], type=Path, help="records as bench/drift_devices.py says")
     add("--prompts", type=int, default=200)
     add("--tokens", type=int, default=100)
+    add("--commit", help="what to name as measured; default: this tree's")
     add("--work", type=Path, default=Path("runs/drift-study"), help="folder of the records")
     add("--out", type=Path, default=ROOT / "docs" / "drift-study.md")
     return parser
@@ -253,7 +255,8 @@ def _setup(environment: dict, args) -> str:
         f"tokens, 250 steps on the source of Python's standard library). Machine: "
         f"{environment['cpu.model']}, {environment['cpu.count']} cores, torch "
         f"{environment['torch.version']}, {environment['torch.blas']}, "
-        f"oneDNN {str(environment['torch.onednn']).split(' ')[0]}. Prompts: "
+        f"oneDNN {str(environment['torch.onednn']).split(' ')[0]}; commit "
+        f"{args.commit or git_commit()}. Prompts: "
         f"{args.prompts} starts of lines of argparse.py with {args.tokens} greedy tokens each for "
         f"the margins, {FEW} of them with {FEW_TOKENS} tokens for each setting. fp32. "
         'Sizes are lower bounds where they say "at least" ([drift.md](drift.md)).'

@@ -58,12 +58,13 @@ def test_sites_and_masks(name):
         assert sum(torch.equal(torch.where(mask, x * 2.0, 0.0), out) for mask in masks) == 1
 
 
-def test_every_check_of_a_class():
+@pytest.mark.parametrize("name", ["gpt_neox", "qwen3_moe"])
+def test_every_check_of_a_class(name):
     """Class E1 at p = 0 and under checkpointing, E0 for masks; swaps move no loss by 1e-6."""
     records = []
-    coverage_check.check_class("gpt_neox", coverage.CHECKS, records.append)
+    coverage_check.check_class(name, coverage.CHECKS, records.append)
     record = records[-1]
-    assert coverage_report.verdict(record, EXPECTED["gpt_neox"]) == (coverage_report.EXACT, "")
+    assert coverage_report.verdict(record, EXPECTED[name]) == (coverage_report.EXACT, "")
     assert record["plain"] is record["p0"] is record["masks"] is record["checkpoint"] is True
     assert record["swaps"]["use_triton_sdpa"] == 2
     assert record["swapped_loss_difference"] < 1e-6

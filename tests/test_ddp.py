@@ -154,7 +154,7 @@ def test_gradients_equal_one_process_on_the_joint_batch():
 
 # --- unchanged models of transformers -----------------------------------------------------------
 
-LAYERS, SAMPLES = 2, 8
+LAYERS, SAMPLES = 3, 8
 
 
 def _llama(checkpointed, unused=False):

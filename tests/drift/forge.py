@@ -36,6 +36,17 @@ def edited(source: Path, target: Path, name: str, edit) -> Path:
     return target
 
 
+def put(value, *where):
+    """Return an edit for `edited` that puts a value at a place, a key or index a level."""
+
+    def edit(values) -> None:
+        for key in where[:-1]:
+            values = values[key]
+        values[where[-1]] = value
+
+    return edit
+
+
 def tensors_of(path: Path) -> tuple[dict, bytes]:
     """Return header and data of a safetensors file."""
     content = path.read_bytes()

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 from drift_models import Rowwise, prompts, subject, tokens
-from forge import damage, edited, redo_manifest, tensors_of, write_tensors
+from forge import damage, edited, put, redo_manifest, tensors_of, write_tensors
 
 from xtrain.drift import compare, record
 from xtrain.drift.command import main
@@ -48,15 +48,6 @@ def remove(*where):
         for key in where[:-1]:
             values = values[key]
         del values[where[-1]]
-
-    return edit
-
-
-def put(value, *where):
-    def edit(values):
-        for key in where[:-1]:
-            values = values[key]
-        values[where[-1]] = value
 
     return edit
 

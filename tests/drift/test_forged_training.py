@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 import xxhash
-from forge import damage_files, damage_json, damage_text
+from forge import damage_files, damage_json, damage_text, put
 from test_training import train
 
 from xtrain.drift.command import main
@@ -38,15 +38,6 @@ def edited(run, folder, name, edit):
     edit(values)
     redo_checksum(folder / name, values)
     return folder
-
-
-def put(value, *where):
-    def edit(values):
-        for key in where[:-1]:
-            values = values[key]
-        values[where[-1]] = value
-
-    return edit
 
 
 FORGED = [

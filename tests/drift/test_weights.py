@@ -9,7 +9,7 @@ import pytest
 import torch
 import xxhash
 from drift_models import Rowwise, decoder, gpt2, tokens
-from forge import edited
+from forge import edited, put
 
 from xtrain.drift import compare, record
 from xtrain.drift.command import main
@@ -165,14 +165,6 @@ def test_edited_hashes_of_rounded_weights(tmp_path, capsys):
     record(Rowwise(), x, out=tmp_path / "a")
     record(Rowwise().bfloat16(), x, out=tmp_path / "b")
     weights = ("model", "weights", 0)
-
-    def put(value, *where):
-        def edit(values):
-            for key in where[:-1]:
-                values = values[key]
-            values[where[-1]] = value
-
-        return edit
 
     for value in ([], {"F99": "0" * 32}, {"F16": "x"}, "0" * 32, None):
         forged = edited(

@@ -124,7 +124,7 @@ class BlockEntries:
             self._by_numbers[numbers] = entry
         before = self._num_graphs()
         result = entry(block, *args, **kwargs)
-        if is_new and len(self._by_numbers) > _LAYERS_THAT_SHOW_SHARING - 1:
+        if is_new and len(self._by_numbers) >= _LAYERS_THAT_SHOW_SHARING:
             self._is_apart |= self._num_graphs() > before
         return result
 

@@ -72,7 +72,7 @@ def _check_blocks_agree(session: Session, call: Call) -> None:
 
 
 def _cause(session: Session, has_none: bool, left_out: list[str]) -> str:
-    """Why blocks of a class differ in their sites, as far as the session knows.
+    """Why blocks of a class differ in their sites, as far as that is known.
 
     Args:     has_none: whether one has no site at all.
               left_out: the blocks that did not run by graphs of their own.
