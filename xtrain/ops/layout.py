@@ -1,4 +1,19 @@
-"""Memory layouts that results must have exactly, since their fakes promise them."""
+"""Memory layouts that results must have exactly, since their fakes promise them.
+
+What each op's GPU kernels read in place, the last dim being dense; what lies otherwise is copied
+first. On a CPU, and where inductor sees through an op, there is no such copy.
+
+    sdpa                    q, k, v, grad_out: any strides of B, N, T, so parts of a projection's
+                            row; cuDNN takes grad_out in the strides of its result
+    rope, rope_qk           x: any strides of B, N, T; cos and sin: of one set of strides
+    swiglu, geglu           rows at one distance: halves of a wider row; packed too
+    cross_entropy           logits: contiguous, or a sample's rows at one distance: logits[:, :-1]
+    linear_cross_entropy    hidden, weight: rows or columns at one distance
+    rms_norm, dropout, dropout_add_rms_norm    contiguous
+
+sdpa and rope give results and gradients in the order of the tensor that they belong to, the others
+contiguous ones.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +22,8 @@ from functools import cmp_to_key
 
 import torch
 from torch import Tensor
+
+from xtrain import torch_compat
 
 
 def contiguous(x: Tensor) -> Tensor:
@@ -65,11 +82,11 @@ def heads_order(x: Tensor) -> tuple[int, ...]:
     """
 
     def further_out(a: int, b: int) -> int:  # symbolic strides are sorted by comparisons alone
-        if x.stride(a) < x.stride(b):
+        if torch_compat.holds(x.stride(a) < x.stride(b)):
             return 1
-        return -1 if x.stride(b) < x.stride(a) else 0
+        return -1 if torch_compat.holds(x.stride(b) < x.stride(a)) else 0
 
-    long = [d for d in range(3) if x.shape[d] != 1]
+    long = [d for d in range(3) if not torch_compat.holds(x.shape[d] == 1)]
     by_stride = iter(sorted(long, key=cmp_to_key(further_out)))
     return *(next(by_stride) if d in long else d for d in range(3)), 3
 

@@ -69,14 +69,15 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
     turning = x[..., :R].to(c)
     if layout == "half":
         a, b = turning.chunk(2, dim=-1)
-        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+        parts = [(a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype)]
     else:
         a, b = turning.unflatten(-1, (R // 2, 2)).unbind(-1)
-        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
-    turned = turned.to(x.dtype)
-    if R == x.shape[-1]:
-        return turned.contiguous()
-    return torch.cat((turned, x[..., R:]), dim=-1).contiguous()
+        pairs = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1)
+        parts = [pairs.flatten(-2).to(x.dtype)]
+    if R < x.shape[-1]:
+        parts.append(x[..., R:])
+    # concatenated once: inductor would write an inner result to memory, and copy it to the outer
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)).contiguous()
 
 
 def rope_backward_decomposition(grad_out: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
@@ -293,7 +294,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, layout: str = "half") -> Tensor
     """Turn each pair of elements of x by its angle.
 
     Shapes:   x [B, N, T, H], any strides; cos, sin [T, R/2] or [B, T, R/2], R <= H, rows as x has
-              them; result like x, dense in x's order of heads and tokens, never an alias.
+              them; result like x, dense in x's order of batch, heads and tokens, never an alias.
     Args:     layout: "half" pairs i with i + R/2 (Llama, GPT-NeoX), "interleaved" 2 i with 2 i + 1
               (GPT-J); elements from R on pass unchanged.
     Grad:     grad_out turned back; saves cos and sin. cos and sin get no gradient.

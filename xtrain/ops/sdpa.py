@@ -203,7 +203,8 @@ def sdpa(
     """Return softmax(softcap(scale * q k^T) + bias) v, per head.
 
     Shapes:   q (B, N, T, H); k, v (B, M, S, H), N a multiple of M: query head n uses KV head
-              n // (N / M); any strides; result (B, N, T, H) in q's memory layout.
+              n // (N / M); any strides, read in place where those of H are 1; result (B, N, T, H),
+              dense in q's order of batch, heads and tokens; each gradient in its tensor's.
     Args:     mask: bool (True = attend) or float (added to the scores), broadcastable to
               (B, N, T, S); with causal, both must allow.
               causal: query i sees key j iff j <= i + S - T (bottom-right).
