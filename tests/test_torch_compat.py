@@ -364,3 +364,12 @@ def test_graph_breaks_are_listed_with_their_place_and_reason():
     line = broken.__code__.co_firstlineno + 2
     [(place, reason)] = torch_compat.graph_breaks()[before:]
     assert place == f"{__file__}:{line}" and "graph_break" in reason
+
+
+def test_comparisons_of_sizes():
+    """Guarded where a size is an input's, False where it comes from data."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    unknown = ShapeEnv().create_unbacked_symint()
+    assert torch_compat.holds(True) and not torch_compat.holds(False)
+    assert not torch_compat.holds(unknown < 3) and not torch_compat.holds(unknown == 1)

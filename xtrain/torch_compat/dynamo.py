@@ -156,3 +156,12 @@ def guarded_float(value: torch.SymFloat) -> float:
     """Return the number that a symbolic float stands for, guarding that it stays that number."""
     float(value)  # the guard; what it returns went through decimal digits
     return float(value.node.hint)
+
+
+def holds(comparison: bool | torch.SymBool) -> bool:
+    """Return whether sizes compare so, guarding it; False where they come from data."""
+    if isinstance(comparison, bool):
+        return comparison
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(comparison)
