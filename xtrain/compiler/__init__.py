@@ -61,9 +61,9 @@ def compile(
               kernels: "auto" | "triton" | "off": which form swapped ops take.
               existing: for a site with an active dropout of its own, "skip" it or "replace" it.
               logits: "keep" | "drop": whether a training forward with labels returns logits.
-              strict: raise when a site is left without dropout, when a sum that could carry a stream
-              is neither a site nor left by a rule with a name, in a graph or in code that no graph
-              holds, or when a forward executed fewer sites than the report lists.
+              strict: raise when a site is left without dropout, when a sum that could carry a
+              stream is neither a site nor left by a rule with a name, in a graph or in code that no
+              graph holds, or when a forward executed fewer sites than the report lists.
               With strict=False such sites train without dropout, those that a graph break cuts
               among them (a break inside a branch); the report lists them as uncovered.
               passes: graph passes of your own, functions or (name, function), run last.

@@ -106,9 +106,7 @@ class Backend:
         whole = len(torch_compat.graph_breaks()) == self.session.breaks_at_start
         return "all" if whole else "none"
 
-    def _passes(
-        self, inserted: InsertResult, general: str, *, on_cuda: bool
-    ) -> list[passes.Pass]:
+    def _passes(self, inserted: InsertResult, general: str, *, on_cuda: bool) -> list[passes.Pass]:
         """The passes of this mode in running order; `inserted` receives the sites."""
         options = self.session.options
 

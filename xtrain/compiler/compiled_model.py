@@ -25,7 +25,7 @@ from xtrain.compiler.report import Report, Site
 from xtrain.compiler.session import Call, Session, SiteError
 from xtrain.compiler.step_keys import ReplayLedger, StepKey, StepKeys
 from xtrain.compiler.strict_checks import (
-    check_account,
+    account_lines,
     check_executed,
     check_model_unchanged,
     recording,
@@ -154,9 +154,7 @@ class CompiledModel(nn.Module):
             result = self._entries[training](*args, **kwargs)
         if call is not None:
             session.last_executed = tuple(call.executed)
-            if recorder is not None:
-                check_account(session, recorder, result)
-            check_executed(session, call)
+            check_executed(session, call, account_lines(session, recorder, result))
         return result
 
     def _begin(self, tensors: list[torch.Tensor]) -> Call:

@@ -25,7 +25,8 @@ import xtrain
 from xtrain import torch_compat
 from xtrain.compiler.backend_failures import short_place
 from xtrain.compiler.seeds import SizeReader
-from xtrain.passes.account import Account, Found, Program, Settled, SumEntry, writes_in_place
+from xtrain.passes.account import Account, Found, Settled, SumEntry
+from xtrain.passes.program import Program, writes_in_place
 
 _OWN_FOLDERS = (str(Path(torch.__file__).parent), str(Path(xtrain.__file__).parent))
 
@@ -71,7 +72,7 @@ class Recorder(torch_compat.RecordingMode):
 
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         self.num_eager_ops += 1
-        mapped, named = fx.node.map_aggregate((args, kwargs), self._argument)  # type: ignore[misc]
+        mapped, named = fx.node.map_aggregate((args, kwargs), self._argument)
         node = self.program.graph.call_function(func, tuple(mapped), dict(named))
         node.meta = {"val": _described(result), "place": _place()}
         self._number(node)
@@ -98,8 +99,7 @@ class Recorder(torch_compat.RecordingMode):
         flat = found.program
         placeholders = [n for n in flat.graph.nodes if n.op == "placeholder"]
         values: dict[fx.Node, Any] = {
-            node: self._argument(value)
-            for node, value in zip(placeholders, inputs, strict=False)
+            node: self._argument(value) for node, value in zip(placeholders, inputs, strict=False)
         }
         tensors = dict(zip(placeholders, inputs, strict=False))
         sizes = SizeReader(placeholders)
@@ -151,7 +151,7 @@ class Recorder(torch_compat.RecordingMode):
         self._is(tensor, node)
 
     def _add_input(self, tensor: torch.Tensor, role: str) -> fx.Node:
-        """A tensor that no op of the forward made: an input, a parameter, a buffer or a constant."""
+        """A tensor that no op of the forward made: an input, a parameter, a buffer, a constant."""
         if id(tensor) in self._parameters or (tensor.is_leaf and tensor.requires_grad):
             role = "parameter" if role == "table" else role
         if role == "input" and not (tensor.is_floating_point() and tensor.ndim >= 2):

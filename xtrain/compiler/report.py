@@ -105,9 +105,10 @@ class Report:
             sum(s.count for s in lines)
             for lines in (self.account, by_verdict["site"], by_verdict["unexplained"])
         )
-        said = [f"account: {total} sums could carry a stream; {sites} are sites, {open_} unexplained"]
+        said = [f"account of sums: {total} seen, {sites} are sites, {open_} unexplained"]
         said += [f"left alone: {s.count} x {s.rule}" for s in by_verdict["left"] if not s.settled]
-        said += [f"settled by sums=: {s.count} x {s.rule or 'drop'}" for s in self.account if s.settled]
+        settled = [s for s in self.account if s.settled]
+        said += [f"settled by sums=: {s.count} x {s.rule or 'dropout put in'}" for s in settled]
         return "\n".join(said)
 
 

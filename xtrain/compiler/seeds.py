@@ -165,6 +165,7 @@ class SizeReader:
                         self._where.setdefault(size.node.expr, (position, dim))
 
     def evaluate(self, shape: Sequence[Any], inputs: Sequence[Any]) -> tuple[int, ...]:
+        """Return the sizes that a shape has in a call with these inputs."""
         return tuple(self._size(size, inputs) for size in shape)
 
     def concrete(self, node: fx.Node, inputs: Sequence[Any]) -> Any:

@@ -18,6 +18,11 @@ from xtrain.passes.account import SumEntry
 from xtrain.passes.insert_residual_dropout import InsertResult
 
 _LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n\s*(?P<code>[^\n]*)')
+_PER_BLOCK = (
+    "Under compile_blocks what lies outside the blocks is in no graph (use xtrain.compile), nor "
+    "are layers past Dynamo's recompile_limit, where something other than weights differs between "
+    "them (TORCH_LOGS=recompiles says what; a key-value cache may: use_cache=False)"
+)
 _SETTLE = (
     "Say what it is: sums={{{place!r}: 'drop'}} puts dropout on the addend that is no skip (of two "
     "such, the last), 'leave' leaves the sum alone"
@@ -36,7 +41,9 @@ def uncovered_sites(inserted: InsertResult) -> list[str]:
 
 def counted(entries: Iterable[SumEntry]) -> list[SumLine]:
     """Return the account as reports keep it: equal verdicts by one rule in one line."""
-    counts = Counter((e.verdict, e.rule or e.seen * (e.verdict != "site"), e.settled) for e in entries)
+    counts = Counter(
+        (e.verdict, e.seen if e.verdict == "unexplained" else e.rule, e.settled) for e in entries
+    )
     return [SumLine(v, rule, n, settled) for (v, rule, settled), n in counts.items()]
 
 
@@ -51,10 +58,12 @@ def unexplained(entry: SumEntry) -> str:
 
 
 def left_to_eager(entry: SumEntry) -> str:
-    """Return a line for a residual sum that no dropout reached: it, or what tells, is in no graph."""
+    """Return a line for a residual sum that no dropout reached: no graph shows the whole of it."""
     add = entry.add
-    where = "ran outside of the compiled graphs" if "place" in add.meta else (
-        "gets a branch and a stream from different graphs"
+    where = (
+        "ran outside of the compiled graphs"
+        if "place" in add.meta
+        else ("gets a branch and a stream from different graphs")
     )
     return f"the add at {place_of(add)} {where}: {entry.seen}"
 
@@ -64,6 +73,8 @@ def refusal(lines: list[str], session: Session) -> str:
     cause = breaks_said(session.num_breaks_before)
     if cause:
         cause += " (TORCH_LOGS=graph_breaks shows where a graph broke)"
+    elif session.per_block:
+        cause = _PER_BLOCK
     advice = "strict=False trains without dropout there, and lists it in the report"
     return (
         f"a residual site gets no dropout: {'; '.join(lines)}. {f'{cause}. ' * bool(cause)}"

@@ -1,7 +1,7 @@
 """The account of sums: what becomes of every sum of a training forward that could carry a stream.
 
-A sum could carry a residual stream if some value R, of the sum's shape, reaches the sum and, through
-something that holds parameters or is opaque, another of its addends. Each such sum ends as
+A sum could carry a residual stream if some value R, of the sum's shape, reaches the sum and,
+through something that holds parameters or is opaque, another of its addends. Each such sum ends as
 
     site          dropout covers the addends that are branches
     left          no site, by a rule with a name (LEFT below)
@@ -24,10 +24,9 @@ from the sum itself, but from its place: whatever lies inside the branch of a si
 from __future__ import annotations
 
 import heapq
-import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import fx
@@ -36,6 +35,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from xtrain.passes import fx_utils
 from xtrain.passes.branch_kind import branch_kind
 from xtrain.passes.own_dropouts import own_dropout
+from xtrain.passes.program import Program, is_item, operands, written_into
 from xtrain.passes.residual_sites import ResidualSite, computing_module, find_residual_sites
 from xtrain.passes.stacks import stack_summed_by
 from xtrain.passes.sum_readers import (
@@ -43,7 +43,7 @@ from xtrain.passes.sum_readers import (
     is_read_by_attention_alone,
     is_read_by_softmax_alone,
 )
-from xtrain.passes.sums import IN_PLACE_SUM, held_operands
+from xtrain.passes.sums import held_operands
 from xtrain.passes.values import (
     form_or_norm_of,
     is_parameter,
@@ -91,149 +91,6 @@ class SumEntry:
     rule: str = ""
     seen: str = ""
     settled: bool = False
-
-
-class Program:
-    """A flat graph of a forward, with where its nodes come from and which addends are branches.
-
-    graph:    only read, never run; bodies of transparent calls are inlined.
-    origin:   node of the flat graph -> the node of the graph, or body, that it stands for.
-    branches: add -> its operands that a dropout covers.
-    """
-
-    def __init__(self) -> None:
-        self.graph = fx.Graph()
-        self.origin: dict[fx.Node, fx.Node] = {}
-        self.branches: dict[fx.Node, set[fx.Node]] = {}
-
-    @classmethod
-    def of(cls, module: fx.GraphModule) -> Program:
-        """Return the program of one graph module."""
-        program = cls()
-        # Bodies that are not inlined are looked up by their names.
-        program.graph.owning_module = module
-        program.finish(program.inline(module.graph, {}, program.copy_of))
-        return program
-
-    def inline(
-        self,
-        graph: fx.Graph,
-        values: dict[fx.Node, Any],
-        copy: Callable[[fx.Node, dict[fx.Node, Any]], fx.Node],
-    ) -> Any:
-        """Append a graph's nodes; return what its output is in the flat graph.
-
-        What is written in place is a new value for whoever reads it behind the write.
-
-        Args:     values: node of `graph` -> value here, of its placeholders to begin with.
-                  copy: appends one node.
-        """
-        for node in graph.nodes:
-            if node.op == "output":
-                return fx.node.map_arg(node.args[0], lambda n: values[n])
-            if node in values:
-                continue
-            given = fx_utils.body_operands(node) or _of_autograd_function(node)
-            if given:
-                inside = {
-                    p: fx.node.map_arg(value, lambda n: values[n]) for p, value in given.items()
-                }
-                inner = self.inline(next(iter(given)).graph, inside, copy)
-                is_function = fx_utils.op_name(node) not in fx_utils.TRANSPARENT_CALLS
-                if is_function and isinstance(inner[0], tuple | list):
-                    inner = inner[0]  # behind the results stands what the backward reads
-                values[node] = inner
-            elif _is_item(node) and isinstance(values[node.args[0]], tuple | list):
-                values[node] = values[node.args[0]][node.args[1]]
-            else:
-                values[node] = copy(node, values)
-                self._write(node, values)
-        return None
-
-    def _write(self, node: fx.Node, values: dict[fx.Node, Any]) -> None:
-        """Make what a node writes in place the value of its target, and of what that is a view of."""
-        if not writes_in_place(node) or not isinstance(target := node.args[0], fx.Node):
-            return
-        written = values[node]
-        if fx_utils.op_name(node) == "setitem":
-            written = self.written(values[target], fx.node.map_arg(node.args[2], values.get))
-        values[target] = written
-        while (view := _base(target)) is not None and isinstance(values.get(view), fx.Node):
-            values[view] = self.written(values[view], written)
-            target = view
-
-    def written(self, before: Any, value: Any) -> Any:
-        """Append the value that a tensor has once another was written into it."""
-        if not isinstance(before, fx.Node) or not isinstance(value, fx.Node):
-            return before
-        node = self.graph.call_function(_written, (before, value))
-        node.meta = before.meta
-        return node
-
-    def copy_of(self, node: fx.Node, values: dict[fx.Node, Any]) -> fx.Node:
-        """Append a copy of a node, with its meta."""
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
-        copied = self.graph.create_node(node.op, node.target, args, kwargs, node.name)
-        copied.meta = node.meta
-        if hasattr(node, "_dynamo_source"):
-            copied._dynamo_source = node._dynamo_source
-        self.origin[copied] = node
-        return copied
-
-    def cover(self, sites: Iterable[ResidualSite]) -> None:
-        """Note the branches of sites that were found in the graphs this program was made of."""
-        takers: dict[fx.Node, set[fx.Node]] = {}
-        for site in sites:
-            for taker in site.takers:
-                takers.setdefault(taker, set()).add(site.branch)
-        for node, origin in self.origin.items():
-            if origin in takers:
-                found = {here for there, here in operands(origin, node) if there in takers[origin]}
-                self.branches.setdefault(node, set()).update(found)
-
-    def finish(self, outputs: Any) -> None:
-        """End the graph with what the forward returns."""
-        self.graph.output(outputs)
-
-
-def _written(before: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Stand in a flat graph for `before` with `value` written into it."""
-    raise NotImplementedError("a flat graph is only read")
-
-
-def writes_in_place(node: fx.Node) -> bool:
-    """Whether a node changes its first operand."""
-    name = fx_utils.op_name(node)
-    in_place = name in fx_utils.IN_PLACE_SCALING or name in IN_PLACE_SUM or name == "setitem"
-    return in_place or (name.endswith("_") and not name.endswith("__"))
-
-
-def _of_autograd_function(call: fx.Node) -> dict[fx.Node, Any]:
-    """Placeholder of the forward of an autograd.Function -> operand, {} for any other node."""
-    bodies = fx_utils.called_bodies(call)
-    if fx_utils.op_name(call) != "autograd_function_apply" or not bodies:
-        return {}
-    placeholders = [n for n in bodies[0].graph.nodes if n.op == "placeholder"]
-    given = [a for a in call.args if not (isinstance(a, fx.Node) and a.op == "get_attr")]
-    return dict(zip(placeholders[len(placeholders) - len(given) :], given, strict=False))
-
-
-def _base(node: fx.Node) -> fx.Node | None:
-    """The tensor whose memory a node shows another view of."""
-    name = fx_utils.op_name(node)
-    is_view = name in fx_utils.VIEW_LIKE or name in ("getitem", "slice", "select", "narrow")
-    source = node.args[0] if is_view and node.args else None
-    return source if isinstance(source, fx.Node) else None
-
-
-def operands(origin: fx.Node, copied: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Yield each operand of a node with what stands for it in a flat graph."""
-    sides: list[list[fx.Node]] = []
-    for node in (origin, copied):
-        leaves: list[fx.Node] = []
-        fx.node.map_arg((node.args, node.kwargs), leaves.append)
-        sides.append(leaves)
-    yield from zip(*sides, strict=False)
 
 
 @dataclass
@@ -297,7 +154,11 @@ class Account:
         root, skip, branches = None, None, addends[-1:]
         if shared is not None:
             root, addends, found = shared
-            skips = [a for a, l in zip(addends, found, strict=True) if l is None or _is_skip(l)]
+            skips = [
+                a
+                for a, label in zip(addends, found, strict=True)
+                if label is None or _is_skip(label)
+            ]
             branches = [a for a in addends if a not in skips] if skips else addends[-1:]
             skip = next(iter(skips), None)
         self._add_general(General(add, branches, skip, root))
@@ -336,8 +197,8 @@ class Account:
             yield (member, _CARRIES, False)
             return
         inputs = [n for n in node.all_input_nodes if n in self.live]
-        if node.target is _written or (
-            _is_item(node) and fx_utils.tensor_meta(node.args[0]) is None
+        if node.target is written_into or (
+            is_item(node) and fx_utils.tensor_meta(node.args[0]) is None
         ):
             yield from ((n, _CARRIES, False) for n in inputs)
             return
@@ -468,7 +329,9 @@ class Account:
     # --- the verdict ----------------------------------------------------------------------------
 
     def _common(
-        self, add: fx.Node, blocked: set[fx.Node] = frozenset()  # type: ignore[assignment]
+        self,
+        add: fx.Node,
+        blocked: set[fx.Node] = frozenset(),  # type: ignore[assignment]
     ) -> tuple[fx.Node, list[fx.Node], list[Label | None]] | None:
         """The last value of a sum's shape that two addends depend on, one of them by parameters.
 
@@ -492,7 +355,7 @@ class Account:
             root = max(common, key=self.order.__getitem__)
             found = [known.get(root) for known in labels]
             known = [label for label in found if label is not None]
-            if any(l.has_parameters and l.nearest > _CARRIES for l in known):
+            if any(label.has_parameters and label.nearest > _CARRIES for label in known):
                 return root, addends, found
             # All carry it, or are forms of it alone: it explains what they share up to here.
             blocked.add(root)
@@ -512,13 +375,13 @@ class Account:
             return SumEntry(add, "left", ERROR_OF_A_LOSS)
         if is_read_by_attention_alone(add) and is_read_by_attention_alone(root):
             return SumEntry(add, "left", MIXED_VALUES)
-        skips = [a for a, l in pairs if l is not None and _is_skip(l)]
-        branches = [a for a, l in pairs if l is not None and a not in skips]
+        skips = [a for a, label in pairs if label is not None and _is_skip(label)]
+        branches = [a for a, label in pairs if label is not None and a not in skips]
         streams = [a for a in branches if self._is_stream(a, root)]
         if streams and len(streams) == len(branches):
             return SumEntry(add, "left", MODULATED)
         branches = [a for a in branches if a not in streams]
-        seen = self._said(root, pairs)
+        seen = _said(found)
         is_stacked = stack_summed_by(add) is not None or fx_utils.op_name(add) in _SUMS_OVER_DIM
         if not skips or not all(map(_can_be_dropped, branches)) or is_stacked:
             return SumEntry(add, "unexplained", seen=seen)
@@ -550,22 +413,6 @@ class Account:
                 return True
         return False
 
-    def _said(self, root: fx.Node, pairs: Sequence[tuple[fx.Node, Label | None]]) -> str:
-        words = []
-        for addend, label in pairs:
-            if label is None:
-                how = "does not depend on it"
-            elif label.nearest == _CARRIES:
-                how = "carries it on"
-            elif label.nearest == _COMPUTED:
-                how = "is computed from it by parameters"
-            elif label.has_parameters:
-                how = "is gated or computed from it"
-            else:
-                how = "is a form of it alone"
-            words.append(f"{addend.name} {how}")
-        return f"of {root.name}, {' and '.join(words)}"
-
     def goes_on(self, add: fx.Node) -> bool:
         """Whether a sum reaches a result as a stream does: by no way through parameters alone."""
         results = [n for out in self.nodes if out.op == "output" for n in out.all_input_nodes]
@@ -573,7 +420,7 @@ class Account:
         return any(label is not None and label.nearest != _COMPUTED for label in found)
 
     def between(self, root: fx.Node, branch: fx.Node) -> tuple[list[fx.Node], set[fx.Node]]:
-        """The nodes on the ways from root to branch, nearest the branch first; and all of root's."""
+        """The nodes on the ways from root to branch, nearest the branch first; all that reads it."""
         reached = {root}
         for node in self.nodes[self.order[root] + 1 : self.order[branch] + 1]:
             cut = self.branches.get(node, ())
@@ -694,10 +541,6 @@ def _mixing_size(node: fx.Node, value: fx.Node, coefficients: torch.Tensor) -> i
     return rows if rows <= 16 and fx_utils.op_name(value) not in fx_utils.SOFTMAX else None
 
 
-def _is_item(node: fx.Node) -> bool:
-    return node.target is operator.getitem and isinstance(node.args[1], int)
-
-
 def _is_skip(label: Label) -> bool:
     """Whether an addend is the value itself, or a form of it alone."""
     return label.nearest == _CARRIES or (label.nearest == _ALONE and not label.has_parameters)
@@ -715,6 +558,27 @@ def _is_float(node: fx.Node) -> bool:
 def _is_activation(node: fx.Node) -> bool:
     value = fx_utils.tensor_meta(node)
     return value is not None and _is_float(node) and value.ndim >= 2 and not is_table(node)
+
+
+_ORDINALS = ("first", "second", "third", "fourth")
+
+
+def _said(labels: Sequence[Label | None]) -> str:
+    """Say how each addend depends on the value that they have in common."""
+    words = []
+    for i, label in enumerate(labels):
+        if label is None:
+            how = "does not depend on it"
+        elif label.nearest == _CARRIES:
+            how = "carries it on"
+        elif label.nearest == _COMPUTED:
+            how = "is computed from it by parameters"
+        elif label.has_parameters:
+            how = "is gated by it, or computed from it"
+        else:
+            how = "is a form of it alone"
+        words.append(f"the {_ORDINALS[i] if i < len(_ORDINALS) else f'{i + 1}th'} {how}")
+    return f"of a value that its addends have in common, {' and '.join(words)}"
 
 
 def _can_be_dropped(node: fx.Node) -> bool:

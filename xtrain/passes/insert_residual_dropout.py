@@ -24,7 +24,7 @@ from torch import fx
 
 from xtrain.ops.dropout import FORWARD as DROPOUT_OP
 from xtrain.passes import fx_utils
-from xtrain.passes.account import Found, Settled, find_sites, writes_in_place
+from xtrain.passes.account import Found, Settled, find_sites
 from xtrain.passes.own_dropouts import (
     is_dropped_whole,
     is_masked_by_hand,
@@ -32,6 +32,7 @@ from xtrain.passes.own_dropouts import (
     own_dropout,
     own_dropouts,
 )
+from xtrain.passes.program import writes_in_place
 from xtrain.passes.residual_sites import ResidualSite
 from xtrain.passes.result import PassResult
 from xtrain.passes.spell_out_sums import spell_out_sums
@@ -54,8 +55,8 @@ class SiteSlot:
     """One site of one graph, as the caller needs it to fill a row of the seeds input.
 
     witnesses are placeholders of the outermost graph; branch_shape may hold SymInts;
-    covered_by is "xtrain" (has a row), "model" (its own dropout stays) or "" with a reason; path and
-    origin are the modules that add the branch and that compute it.
+    covered_by is "xtrain" (has a row), "model" (its own dropout stays) or "" with a reason; path
+    and origin are the modules that add the branch and that compute it.
     """
 
     kind: str
@@ -147,9 +148,7 @@ class _Inserter:
     def _insert(self, graph: fx.Graph, site: ResidualSite, row: int) -> SiteSlot:
         meta = fx_utils.tensor_meta(site.branch)
         assert meta is not None
-        slot = SiteSlot(
-            site.kind, site.path, site.origin, site.witnesses, meta.shape, "xtrain"
-        )
+        slot = SiteSlot(site.kind, site.path, site.origin, site.witnesses, meta.shape, "xtrain")
         owns: list[fx.Node] = []
         if site.own is not None:
             owns = list(own_dropouts(site.branch, site.residual, self.adds))

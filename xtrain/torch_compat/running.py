@@ -50,13 +50,14 @@ class PlainDispatchMode(TorchDispatchMode):
 
 
 class RecordingMode(TorchDispatchMode):
-    """A dispatch mode under which Dynamo compiles as it does without: it sees what is left to eager.
+    """A dispatch mode under which Dynamo compiles as it does without: it sees what is left over.
 
     torch skips compilation under any other mode.
     """
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
+        """Say so to Dynamo."""
         return True
 
 
