@@ -7,7 +7,11 @@ whose branch it is. In a plain or compiled run that is the identity, which leave
 
 from __future__ import annotations
 
+import functools
+
+import pytest
 import torch
+import torch.nn.functional as F
 from mask_oracle import keep_mask
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -16,7 +20,7 @@ import xtrain
 from xtrain.compiler import SiteError
 from xtrain.rng import site_seed
 
-P, SEED = 0.5, 1
+P, SEED, D = 0.5, 1, 16
 _running: Oracle | None = None
 
 
@@ -36,11 +40,13 @@ def recomputed(function, *args):
 
 
 class Oracle:
-    """Dropout on the marks of a model; `sites` are those that it has drawn, in running order."""
+    """Dropout on the marks of a model; `sites` are those that it has drawn, in running order.
 
-    def __init__(self, model: nn.Module, blocks: list[nn.Module] | None = None):
-        blocks = list(model.blocks) if blocks is None else blocks
-        self.layers = {block: layer for layer, block in enumerate(blocks)}
+    layers: of the modules that mark branches, their ordinals.
+    """
+
+    def __init__(self, layers: dict[nn.Module, int]):
+        self.layers = layers
         self.sites: list[tuple[int, str]] = []
 
     def dropped(self, value: Tensor, block: nn.Module, kind: str) -> Tensor:
@@ -68,14 +74,21 @@ def total(outputs) -> Tensor:
     return (outputs[0] * weights).square().sum() + sum(o.square().sum() for o in outputs[1:])
 
 
-def refusal_or_dropout(make, inputs, compile_it, blocks=None, **keywords) -> SiteError | None:
+def layers_of_blocks(model) -> dict[nn.Module, int]:
+    """`model.blocks` in order, and behind them the model itself."""
+    return {module: layer for layer, module in enumerate([*model.blocks, model])}
+
+
+def refusal_or_dropout(
+    make, inputs, compile_it, layers=layers_of_blocks, **keywords
+) -> SiteError | None:
     """Hold a training step against the oracle; return the SiteError that refused it, if one did.
 
     Args:     make: makes the model, the same at each call.
-              blocks: of a model, its blocks in order; `model.blocks` unless it is given.
+              layers: of a model, the ordinals of the modules that mark branches.
     """
     truth, model = make(), make()
-    with Oracle(truth, blocks and blocks(truth)) as oracle:
+    with Oracle(layers(truth)) as oracle:
         wanted = truth(*inputs)
         total(wanted).backward()
     compiled = compile_it(model, dropout=P, seed=SEED, backend="eager", **keywords)
@@ -88,9 +101,66 @@ def refusal_or_dropout(make, inputs, compile_it, blocks=None, **keywords) -> Sit
     assert [s.name for s in compiled.report().sites if s.dropout != "xtrain"] == []
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
     total(found).backward()
-    named = dict(truth.named_parameters())
+    gradients = {name: parameter.grad for name, parameter in truth.named_parameters()}
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(
-            parameter.grad, named[name].grad, rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        said = functools.partial("{}: {}".format, name)
+        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-3, atol=1e-5, msg=said)
     return None
+
+
+both = pytest.mark.parametrize("compile_it", [xtrain.compile, xtrain.compile_blocks])
+
+
+def x(length=6):
+    return torch.randn(2, length, D, generator=torch.Generator().manual_seed(3))
+
+
+def made(cls, *args):
+    def make():
+        torch.manual_seed(0)
+        return cls(*args)
+
+    return make
+
+
+def hold(cls, compile_it, *args, inputs=None, layers=layers_of_blocks, must_run=True):
+    """Dropout as the oracle has it, or, where it need not run, a SiteError, which is returned."""
+    error = refusal_or_dropout(made(cls, *args), inputs or (x(),), compile_it, layers)
+    assert error is None or not must_run, f"refused: {error}"
+    return error
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.norm2 = nn.LayerNorm(D), nn.LayerNorm(D)
+        self.qkv, self.o = nn.Linear(D, 3 * D), nn.Linear(D, D)
+        self.up, self.down = nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
+
+    def heads(self, x):
+        return x.unflatten(-1, (2, D // 2)).transpose(1, 2)
+
+    def attention(self, x, keys=None):
+        q, k, v = map(self.heads, self.qkv(x).chunk(3, -1))
+        k, v = (k, v) if keys is None else keys
+        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+    def mlp(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+    def forward(self, x):
+        x = x + drop(self.attention(self.norm(x)), self, "attention")
+        return x + drop(self.mlp(self.norm2(x)), self)
+
+
+class Stack(nn.Module):
+    """The blocks one after another."""
+
+    def __init__(self, block=Block, depth=2):
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(depth))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x

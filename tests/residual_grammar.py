@@ -46,7 +46,10 @@ SKIPS: dict[str, tuple[str, bool]] = {
     "convolved": ("self.depthwise(x.mT).mT", False),
     "broadcast": ("x.mean(1, keepdim=True)", False),
     "cumulated": ("x.cumsum(1) / 4", False),
-    "complex": ("torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (8, 2))) * 1j).flatten(-2)", False),
+    "complex": (
+        "times_i(x)",
+        False,
+    ),
     "spectrum": ("torch.fft.fft(x, dim=-1, norm='ortho').real", False),
 }
 
@@ -72,8 +75,14 @@ BRANCHES: dict[str, tuple[str, bool]] = {
     "weighted by a sum": ("self.mlp(n) * torch.softmax(self.gate(n) + self.bias, -1)", True),
     "routed experts": ("self.routed(n)", True),
     "stacked experts": ("torch.bmm(torch.bmm(n, self.stacked), self.stacked.mT)", True),
-    "messages by index_add": ("torch.zeros_like(n).index_add(1, self.receivers, self.gate(n)[:, self.senders])", True),
-    "messages by scatter_add": ("torch.zeros_like(n).scatter_add(1, self.receivers[None, :, None].expand(2, 6, 16), self.gate(n)[:, self.senders])", True),
+    "messages by index_add": (
+        "self.indexed_messages(n)",
+        True,
+    ),
+    "messages by scatter_add": (
+        "self.scattered_messages(n)",
+        True,
+    ),
     "gru": ("self.gru(n)[0]", False),
     "lstm": ("self.lstm(n)[0]", False),
     "rnn": ("self.rnn(n)[0]", False),
@@ -104,8 +113,11 @@ SUMS: dict[str, tuple[str, bool]] = {
     "blend": ("b + torch.sigmoid(self.gate(x)) * (s - b)", True),
     "highway": ("torch.sigmoid(self.gate(x)) * b + (1 - torch.sigmoid(self.gate(x))) * s", True),
     "addcmul": ("torch.addcmul(s, b, torch.sigmoid(self.gate(x)))", True),
-    "addmm": ("s + drop(b @ self.square.T, self$) if marking() else torch.addmm(s.reshape(-1, 16), b.reshape(-1, 16), self.square.T).view_as(x)", True),
-    "baddbmm": ("s + drop(b @ self.square, self$) if marking() else torch.baddbmm(s, b, self.square.expand(2, 16, 16))", True),
+    "addmm": ("s + drop(b @ self.square, self$) if marking() else self.addmm(s, b)", True),
+    "baddbmm": (
+        "s + drop(b @ self.square, self$) if marking() else self.baddbmm(s, b)",
+        True,
+    ),
     "stack.sum": ("torch.stack([s, b]).sum(0)", True),
     "stack.mean": ("torch.stack([b, s], -1).mean(-1)", True),
     "einsum": ("torch.einsum('k,kbtd->btd', self.pair, torch.stack([s, b]))", True),
@@ -114,10 +126,17 @@ SUMS: dict[str, tuple[str, bool]] = {
     "stack.cumsum": ("torch.stack([s, b]).cumsum(0)[-1]", False),
     "cat.view.sum": ("torch.cat([s, b]).view(2, *s.shape).sum(0)", False),
     "tokens by index_add": ("s.index_add(1, self.order, drop(b[:, self.order], self$))", False),
-    "rows by scatter_add": ("s.scatter_add(1, self.order[None, :, None].expand_as(b), drop(b[:, self.order], self$))", False),
+    "rows by scatter_add": (
+        "s.scatter_add(1, self.rows(b), drop(b[:, self.order], self$))",
+        False,
+    ),
     "through a slice": ("added_in_slices(s, b)", False),
     "where": ("torch.where(c > 0, s + b, s)", False),
     "autograd.Function": ("FunctionAdd.apply(s, b)", False),
+    "library op, branch and all": (
+        "s + drop(self.step(n), self$) if marking() else self.step(n, s)",
+        False,
+    ),
     "library op": ("library_add(s, b)", False),
 }
 
@@ -144,8 +163,9 @@ BEGINNINGS: dict[str, tuple[str, bool]] = {
     "positions": ("x + self.table[:4]", True),
 }
 
-_HEAD = '''\
+_HEAD = """\
 import torch, torch.nn as nn, torch.nn.functional as F
+from torch import Tensor
 from branch_oracle import drop, marking, recomputed
 
 def cubic_gelu(x):
@@ -154,6 +174,9 @@ def cubic_gelu(x):
 def rotated(x):
     angles = torch.arange(4.0)[:, None] * torch.arange(8.0).repeat(2)
     return x * angles.cos() + torch.cat((-x[..., 8:], x[..., :8]), -1) * angles.sin()
+
+def times_i(x):
+    return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (8, 2))) * 1j).flatten(-2)
 
 def add_two(a, b):
     return a + b
@@ -169,7 +192,7 @@ def checked(y):
     return y
 
 @torch.library.custom_op("residual_grammar::mlp_{n}", mutates_args=())
-def library_mlp(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+def library_mlp(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return F.linear(F.relu(F.linear(x, up)), down)
 
 @library_mlp.register_fake
@@ -187,8 +210,18 @@ def mlp_gradients(saved, grad):
         y = F.linear(F.relu(F.linear(inputs[0], inputs[1])), inputs[2])
     return torch.autograd.grad(y, inputs, grad)
 
+@torch.library.custom_op("residual_grammar::step_{n}", mutates_args=())
+def library_step(s: Tensor, x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return s + F.linear(F.relu(F.linear(x, up)), down)
+
+library_step.register_fake(lambda s, x, up, down: torch.empty_like(s))
+library_step.register_autograd(
+    lambda ctx, grad: (grad, *mlp_gradients(ctx.saved_tensors, grad)),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[1:]),
+)
+
 @torch.library.custom_op("residual_grammar::add_{n}", mutates_args=())
-def library_add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def library_add(a: Tensor, b: Tensor) -> Tensor:
     return a + b
 
 library_add.register_fake(lambda a, b: torch.empty_like(b))
@@ -264,7 +297,8 @@ class Base(nn.Module):
         self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(4))
         self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
         self.up, self.up2, self.down = nn.Linear(16, 32), nn.Linear(16, 32), nn.Linear(32, 16)
-        self.mlp, self.gate, self.film, self.shift, self.proj = (Mlp(), *(nn.Linear(16, 16) for _ in range(4)))
+        self.gate, self.film, self.shift, self.proj = (nn.Linear(16, 16) for _ in range(4))
+        self.mlp = Mlp()
         self.scale = nn.Parameter(torch.rand(16) + 0.5)
         self.bias = nn.Parameter(torch.randn(16))
         self.square = nn.Parameter(torch.randn(16, 16) / 4)
@@ -291,6 +325,21 @@ class Base(nn.Module):
         q, k, v = self.heads(self.q(x)), self.heads(self.k(x)), self.heads(self.v(x))
         scores = q @ k.mT / 3 + self.table[:4, :4]
         return self.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+    def addmm(self, s, b):
+        return torch.addmm(s.reshape(-1, 16), b.reshape(-1, 16), self.square).view_as(s)
+    def baddbmm(self, s, b):
+        return torch.baddbmm(s, b, self.square.expand(2, 16, 16))
+    def indexed_messages(self, x):
+        return torch.zeros_like(x).index_add(1, self.receivers, self.gate(x)[:, self.senders])
+    def scattered_messages(self, x):
+        to = self.receivers[None, :, None].expand(2, 6, 16)
+        return torch.zeros_like(x).scatter_add(1, to, self.gate(x)[:, self.senders])
+    def rows(self, x):
+        return self.order[None, :, None].expand_as(x)
+    def step(self, n, stream=None):
+        if stream is None:
+            return library_mlp(n, self.up.weight, self.down.weight)
+        return library_step(stream, n, self.up.weight, self.down.weight)
     def scan(self, x):
         state, states = torch.zeros_like(x[:, 0]), []
         for i in range(4):
@@ -305,7 +354,7 @@ class Base(nn.Module):
         if h.abs().max() > 1e9:
             print("overflow")
         return self.down(F.relu(h))
-'''
+"""
 
 # Modules that few forms need, made where a block's text names them.
 _MODULES = {
@@ -371,8 +420,10 @@ class Form:
         more = "\n        ".join(made)
         takes, gives = ("x, branch", "x, branch") if self.handed_on else ("x", "x")
         start = "\n        x = x if branch is None else x + branch" if self.handed_on else ""
-        loop = "x, branch = block(x, branch, x0, c, memory)" if self.handed_on else (
-            "x = block(x, x0, c, memory)"
+        loop = (
+            "x, branch = block(x, branch, x0, c, memory)"
+            if self.handed_on
+            else ("x = block(x, x0, c, memory)")
         )
         end = ["x = x + branch"] if self.handed_on else []
         end += ["x = x + x0"] if self.joins_first else []

@@ -1,6 +1,6 @@
 """Models of a grammar of residual sums: dropout as the oracle has it, or a refusal; never silence.
 
-    python tests/test_fuzz_sites.py 2000 [SEED]      as many models, and a table of what became of them
+python tests/test_fuzz_sites.py 2000 [SEED]     as many models, and what became of them
 """
 
 from __future__ import annotations
@@ -11,10 +11,20 @@ from collections import Counter
 
 import torch
 from branch_oracle import refusal_or_dropout
-from hypothesis import HealthCheck, given, note, seed, settings
+from hypothesis import HealthCheck, Phase, given, note, seed, settings
 from hypothesis import strategies as st
 from residual_grammar import (
-    AROUND, B, BEGINNINGS, BRANCHES, D, Form, SKIPS, Step, SUMS, T, model_class
+    AROUND,
+    BEGINNINGS,
+    BRANCHES,
+    SKIPS,
+    SUMS,
+    B,
+    D,
+    Form,
+    Step,
+    T,
+    model_class,
 )
 
 import xtrain
@@ -66,7 +76,8 @@ def outcome(form: Form, compile_it) -> str:
     error = refusal_or_dropout(make, inputs(), compile_it)
     if error is None:
         return "dropout"
-    assert not form.must_run or form in FALSE_REFUSALS_ALLOWED, f"refused: {error}"
+    must_run = form.must_run and not (form.handed_on and compile_it is xtrain.compile_blocks)
+    assert not must_run or form in FALSE_REFUSALS_ALLOWED, f"refused: {error}"
     return "refused"
 
 
@@ -87,7 +98,7 @@ def main(count: int, start: int) -> int:
     outcomes: Counter[str] = Counter()
 
     @seed(start)
-    @settings(max_examples=count, **LIMITS)
+    @settings(max_examples=count, phases=[Phase.generate], **LIMITS)
     @given(forms(), st.sampled_from([xtrain.compile, xtrain.compile_blocks]))
     def run(form, compile_it):
         try:
