@@ -19,7 +19,7 @@ The only place where passes and torch.compile meet:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ def compile(
     passes: Sequence[Any] = (),
     disable_passes: Sequence[str] = (),
     dump_graphs: str | Path | None = None,
+    sums: Mapping[str, str] | None = None,
     data_parallel_group: Any = None,
     **torch_compile_kwargs: Any,
 ) -> CompiledModel:
@@ -60,13 +61,16 @@ def compile(
               kernels: "auto" | "triton" | "off": which form swapped ops take.
               existing: for a site with an active dropout of its own, "skip" it or "replace" it.
               logits: "keep" | "drop": whether a training forward with labels returns logits.
-              strict: raise when a site is left without dropout, when blocks of one class differ in
-              their sites, or when a forward executed fewer sites than the report lists.
+              strict: raise when a site is left without dropout, when a sum that could carry a stream
+              is neither a site nor left by a rule with a name, in a graph or in code that no graph
+              holds, or when a forward executed fewer sites than the report lists.
               With strict=False such sites train without dropout, those that a graph break cuts
               among them (a break inside a branch); the report lists them as uncovered.
               passes: graph passes of your own, functions or (name, function), run last.
               disable_passes: exact names of passes to leave out.
               dump_graphs: folder for each pass's graph, before and after, as readable Python.
+              sums: what single sums are, by module path (`*` allowed) or "file.py:line": "drop" or
+              "leave". It settles what strict mode calls unexplained, and overrules our rules.
               data_parallel_group: process group whose ranks share a global batch, for the default
               first_sample.
               torch_compile_kwargs: fullgraph, dynamic, mode, options, as for torch.compile. With
@@ -91,6 +95,7 @@ def compile(
         passes=passes,
         disable_passes=disable_passes,
         dump_graphs=dump_graphs,
+        sums=sums,
         **torch_compile_kwargs,
     )
     return CompiledModel(model, options, seed, data_parallel_group, per_block=False)

@@ -24,7 +24,12 @@ from xtrain.compiler.options import Options
 from xtrain.compiler.report import Report, Site
 from xtrain.compiler.session import Call, Session, SiteError
 from xtrain.compiler.step_keys import ReplayLedger, StepKey, StepKeys
-from xtrain.compiler.strict_checks import check_executed, check_model_unchanged
+from xtrain.compiler.strict_checks import (
+    check_account,
+    check_executed,
+    check_model_unchanged,
+    recording,
+)
 
 
 def check_model(model: nn.Module) -> None:
@@ -140,10 +145,17 @@ class CompiledModel(nn.Module):
         call = self._begin(tensors) if training and session.options.dropout > 0 else None
         session.shapes[training].note([tensor for tensor in tensors if tensor.ndim])
         session.shapes[training].mark(None, tensors)
-        with _running(session, call), _clean_errors(), entries.trace_settings(session):
+        with (
+            _running(session, call),
+            _clean_errors(),
+            entries.trace_settings(session),
+            recording(session, call, tensors) as recorder,
+        ):
             result = self._entries[training](*args, **kwargs)
         if call is not None:
             session.last_executed = tuple(call.executed)
+            if recorder is not None:
+                check_account(session, recorder, result)
             check_executed(session, call)
         return result
 

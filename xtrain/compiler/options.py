@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -18,6 +18,7 @@ _BACKENDS = ("inductor", "aot_eager", "eager")
 _KERNELS = ("auto", "triton", "off")
 _EXISTING = ("skip", "replace")
 _LOGITS = ("keep", "drop")
+_SETTLED = ("drop", "leave")
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Options:
     passes: tuple[Any, ...]
     disable_passes: tuple[str, ...]
     dump_graphs: Path | None
+    sums: dict[str, str] = field(default_factory=dict)
     mode: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
     dynamic: bool | None = None
@@ -51,6 +53,7 @@ def checked_options(
     passes: Sequence[Any] = (),
     disable_passes: Sequence[str] = (),
     dump_graphs: str | Path | None = None,
+    sums: Mapping[str, str] | None = None,
     **torch_compile_kwargs: Any,
 ) -> Options:
     """Return the keywords of xtrain.compile as Options; its docstring says what each means.
@@ -90,6 +93,7 @@ def checked_options(
         passes=tuple(passes),
         disable_passes=tuple(disable_passes),
         dump_graphs=None if dump_graphs is None else Path(dump_graphs),
+        sums=_checked_sums(sums),
         **torch_compile_kwargs,
     )
 
@@ -105,6 +109,23 @@ def _check_passes(passes: Any, disable_passes: Any) -> None:
     for entry in graph_passes.order((), passes, disable_passes):
         if entry.name in graph_passes.PASSES:
             raise ValueError(f"pass name {entry.name!r} belongs to xtrain; choose another")
+
+
+def _checked_sums(sums: Any) -> dict[str, str]:
+    """Return what the user says of single sums, by module path or line."""
+    if sums is None:
+        return {}
+    if not isinstance(sums, Mapping):
+        raise TypeError(
+            "sums must map a module path or 'file.py:line' to 'drop' or 'leave', "
+            f"got {type(sums).__name__}"
+        )
+    for place, said in sums.items():
+        if not isinstance(place, str) or not place:
+            raise TypeError(f"sums: a place must be a module path or 'file.py:line', got {place!r}")
+        if said not in _SETTLED:
+            raise ValueError(f"sums[{place!r}] must be one of {', '.join(_SETTLED)}, got {said!r}")
+    return dict(sums)
 
 
 def _check_of_torch(strict: Any, backend: str, keywords: dict[str, Any]) -> None:

@@ -24,6 +24,20 @@ class Site:
     dropout: str = "xtrain"
 
 
+@dataclass(frozen=True)
+class SumLine:
+    """One line of the account: sums of a training forward with the same fate.
+
+    verdict: "site", "left" or "unexplained"; rule: why sums are left, or what was seen of one.
+    count:   how many sums; settled: whether the user's `sums=` says so.
+    """
+
+    verdict: str
+    rule: str
+    count: int
+    settled: bool = False
+
+
 @dataclass
 class Report:
     """The state of a compiled model after its forwards so far; `str(report)` is a table.
@@ -33,6 +47,8 @@ class Report:
     uncovered: places that train without dropout (strict=False), each with the reason; a site that
                a graph break cuts is known by its add alone, and not among the sites.
     unseeded:  the model's own dropout that stays as it is (attention probabilities, embeddings).
+    account:   what became of each sum of the last training forward that was looked at whole: the
+               sums that could carry a stream, by verdict and rule.
     notes:     switches that were turned off and why, forms that ops took.
     num_train_graphs, num_eval_graphs: graphs compiled so far; more than one means graph breaks,
                other shapes, or another grad mode.
@@ -42,6 +58,7 @@ class Report:
     passes: list[PassResult] = field(default_factory=list)
     uncovered: list[str] = field(default_factory=list)
     unseeded: list[str] = field(default_factory=list)
+    account: list[SumLine] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     num_train_graphs: int = 0
     num_eval_graphs: int = 0
@@ -73,12 +90,28 @@ class Report:
             f"{len(self.sites)} residual sites; graphs compiled: "
             f"{self.num_train_graphs} for training, {self.num_eval_graphs} for evaluation",
         ]
+        if self.account:
+            parts.append(self._account_said())
         if self.uncovered:
             parts.append(f"places that train without dropout: {len(self.uncovered)}")
         parts += [f"uncovered: {line}" for line in self.uncovered]
         parts += [f"unseeded: {line}" for line in self.unseeded]
         parts += [f"note: {line}" for line in self.notes]
         return "\n\n".join(parts[:2]) + "\n\n" + "\n".join(parts[2:])
+
+    def _account_said(self) -> str:
+        by_verdict = {v: [s for s in self.account if s.verdict == v] for v in _VERDICTS}
+        total, sites, open_ = (
+            sum(s.count for s in lines)
+            for lines in (self.account, by_verdict["site"], by_verdict["unexplained"])
+        )
+        said = [f"account: {total} sums could carry a stream; {sites} are sites, {open_} unexplained"]
+        said += [f"left alone: {s.count} x {s.rule}" for s in by_verdict["left"] if not s.settled]
+        said += [f"settled by sums=: {s.count} x {s.rule or 'drop'}" for s in self.account if s.settled]
+        return "\n".join(said)
+
+
+_VERDICTS = ("site", "left", "unexplained")
 
 
 def _counted(counts: dict[str, int]) -> str:

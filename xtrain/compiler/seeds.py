@@ -31,7 +31,7 @@ class Seeds:
         self.slots = slots
         nodes = [n for n in module.graph.nodes if n.op == "placeholder"]
         self._index = {node: i for i, node in enumerate(nodes)}
-        self._sizes = _SizeReader(nodes)
+        self._sizes = SizeReader(nodes)
         self._blocks = [self._static_block(slot) for slot in slots]
         # A graph of the whole model is recomputed through the model's forward, which knows its key.
         self.is_whole = is_entry(module) and not session.per_block
@@ -108,13 +108,20 @@ class Seeds:
         return flat
 
     def _static_block(self, slot: SiteSlot) -> str | None:
-        """The block that the add's own module path names, for graphs traced from our entry.
+        """The block that module paths name, for graphs traced from our entry.
 
-        In a graph of one block paths begin at the block, and say nothing of which it is.
+        Where another block computes the branch than adds it, it is that one's: a block may hand
+        branch and residual on for the next one to add. In a graph of one block paths begin at the
+        block, and say nothing of which it is.
         """
-        if self.session.per_block or not slot.path.startswith(ENTRY_ROOT + "."):
+        if self.session.per_block:
             return None
-        return self.session.blocks.block_of(slot.path.removeprefix(ENTRY_ROOT + "."))
+        for path in (slot.origin, slot.path):
+            if path.startswith(ENTRY_ROOT + "."):
+                block = self.session.blocks.block_of(path.removeprefix(ENTRY_ROOT + "."))
+                if block is not None:
+                    return block
+        return None
 
     def _block(self, slot: SiteSlot, inputs: Sequence[Any]) -> str:
         """The block that owns the branch's parameters: also right where layers share a graph."""
@@ -143,7 +150,7 @@ class Seeds:
         return functools.reduce(lambda a, b: a * b, shape, 1) // call.batch
 
 
-class _SizeReader:
+class SizeReader:
     """Evaluate sizes that were symbols at trace time from the inputs of a call."""
 
     def __init__(self, placeholders: Sequence[fx.Node]):
@@ -159,6 +166,20 @@ class _SizeReader:
 
     def evaluate(self, shape: Sequence[Any], inputs: Sequence[Any]) -> tuple[int, ...]:
         return tuple(self._size(size, inputs) for size in shape)
+
+    def concrete(self, node: fx.Node, inputs: Sequence[Any]) -> Any:
+        """Return a node's value as described at trace time, its sizes those of a call.
+
+        A tensor without memory; as it was where a size depends on data.
+        """
+        value = node.meta.get("example_value", node.meta.get("val"))
+        if not isinstance(value, torch.Tensor) or is_parameter(node):
+            return value
+        try:
+            shape = self.evaluate(value.shape, inputs)
+        except (KeyError, TypeError):
+            return value
+        return torch.empty(shape, dtype=value.dtype, device="meta")
 
     def _size(self, size: Any, inputs: Sequence[Any]) -> int:
         if not isinstance(size, torch.SymInt):

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -15,7 +16,11 @@ from xtrain.compiler.blocks import Blocks
 from xtrain.compiler.dynamic_shapes import ShapeWatch
 from xtrain.compiler.options import Options
 from xtrain.compiler.report import Report, Site
+from xtrain.compiler.settled import SettledSums
 from xtrain.compiler.step_keys import ReplayLedger, StepKey, StepKeys
+
+if TYPE_CHECKING:
+    from xtrain.compiler.recorder import Recorder
 
 # What to do about an op that a backend cannot trace.
 UNTRACEABLE = (
@@ -59,6 +64,10 @@ class Session:
         # by mode: an evaluation at another size must not make the training graphs dynamic
         self.shapes = {mode: ShapeWatch(options.dynamic) for mode in (True, False)}
         self.symbols: tuple[str, ...] = ()  # sources of ints that layers do not share
+        self.sums = SettledSums(options.sums)
+        self.recorder: Recorder | None = None  # of the forward that runs, where one is wanted
+        self.is_recording_wanted = True
+        self.breaks_at_start = 0  # graph breaks that Dynamo had listed when the forward began
         self.is_replaced = False  # whether another compile_blocks has taken the blocks over
         self.sites: dict[tuple[str, str], Site] = {}
         self.report = Report()

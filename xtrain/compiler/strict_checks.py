@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
+import torch
+
+from xtrain import torch_compat
 from xtrain.compiler.graph_breaks import BY_CHANCE, breaks_said, breaks_since
 from xtrain.compiler.session import Call, Session, SiteError, not_there
+from xtrain.compiler.uncovered import counted, left_to_eager, refusal, unexplained
+
+if TYPE_CHECKING:
+    from xtrain.compiler.recorder import Recorder
 
 
 def check_model_unchanged(session: Session) -> None:
@@ -17,6 +27,46 @@ def check_model_unchanged(session: Session) -> None:
         )
     if session.options.strict and (change := session.blocks.changed_list()):
         raise not_there(session.model, change)
+
+
+@contextmanager
+def recording(
+    session: Session, call: Call | None, inputs: list[torch.Tensor]
+) -> Iterator[Recorder | None]:
+    """Record a training forward whole where something new may run in it."""
+    session.breaks_at_start = len(torch_compat.graph_breaks())
+    if call is None or not session.is_recording_wanted or torch_compat.in_backward():
+        yield None
+        return
+    from xtrain.compiler.recorder import Recorder
+
+    session.is_recording_wanted = False
+    session.recorder = recorder = Recorder(session.model, inputs)
+    try:
+        with recorder:
+            yield recorder
+    finally:
+        session.recorder = None
+
+
+def check_account(session: Session, recorder: Recorder, result: Any) -> None:
+    """Judge the sums of a recorded forward: raise, or report, where one is a site without dropout.
+
+    A forward that was one graph has been judged when that was compiled.
+    """
+    if recorder.is_one_graph and not session.per_block:
+        return
+    account, open_ = recorder.judge(result, session.sums)
+    report = session.report
+    report.account = counted(account.entries)
+    lines = [
+        unexplained(entry) if entry.verdict == "unexplained" else left_to_eager(entry)
+        for entry in open_
+    ]
+    lines = list(dict.fromkeys(lines))
+    report.uncovered += [line for line in lines if line not in report.uncovered]
+    if lines and session.options.strict:
+        raise SiteError(refusal(lines, session))
 
 
 def check_executed(session: Session, call: Call) -> None:

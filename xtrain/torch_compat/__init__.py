@@ -46,6 +46,7 @@ from xtrain.torch_compat.lowering import (
 )
 from xtrain.torch_compat.running import (
     PlainDispatchMode,
+    RecordingMode,
     StorageRef,
     backward_keeps_graph,
     empty_strided,
@@ -62,6 +63,7 @@ from xtrain.torch_compat.running import (
 __all__ = [
     "OPAQUE",
     "PlainDispatchMode",
+    "RecordingMode",
     "StorageRef",
     "active_ddp_module",
     "add_compile_cache_tag",

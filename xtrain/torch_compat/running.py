@@ -49,6 +49,17 @@ class PlainDispatchMode(TorchDispatchMode):
         return False
 
 
+class RecordingMode(TorchDispatchMode):
+    """A dispatch mode under which Dynamo compiles as it does without: it sees what is left to eager.
+
+    torch skips compilation under any other mode.
+    """
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
 def real_tensors() -> Any:
     """Suspend tracing and fake tensors, so that a constant of a graph can be computed."""
     from torch.utils._python_dispatch import _disable_current_modes
