@@ -420,7 +420,7 @@ class Account:
         return any(label is not None and label.nearest != _COMPUTED for label in found)
 
     def between(self, root: fx.Node, branch: fx.Node) -> tuple[list[fx.Node], set[fx.Node]]:
-        """The nodes on the ways from root to branch, nearest the branch first; all that reads it."""
+        """The nodes on the ways from root to branch, nearest the branch first; root's readers."""
         reached = {root}
         for node in self.nodes[self.order[root] + 1 : self.order[branch] + 1]:
             cut = self.branches.get(node, ())
