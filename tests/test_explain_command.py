@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -13,7 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from xtrain import ops
+from xtrain.compiler import swaps
 from xtrain.explain.command import main
+from xtrain.passes.use_triton_rope import use_triton_rope
 
 ROOT = Path(__file__).parent.parent
 
@@ -97,6 +101,35 @@ def test_a_wrong_config_folder_is_one_line_and_exit_code_2(tmp_path, capsys, con
     assert main([str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and message in error
+
+
+# --- --verify -----------------------------------------------------------------------------------
+
+
+def test_verify_prints_its_verdict_and_a_failure_is_exit_code_1(tmp_path, capsys, monkeypatch):
+    arguments = ["tiny", "--layers", "1", "--verify", "--json", str(tmp_path / "found.json")]
+    assert main(arguments) == 0
+    (said,) = re.findall(r"^verified: .*", capsys.readouterr().out, re.M)
+    assert re.match(
+        r"verified: 1 loss, 1 output, 12 gradients of 1 graph .*; largest error 0", said
+    )
+    found = json.loads((tmp_path / "found.json").read_text())["verification"]
+    assert (found["num_gradients"], found["failures"], found["left_out"]) == (12, [], [])
+
+    def no_rotation(graph, **keywords):
+        result = use_triton_rope(graph, **keywords)
+        for node in [n for n in graph.nodes if n.target is ops.OPS["rope_qk"].forward]:
+            node.update_arg(3, node.args[2])
+        return result
+
+    no_rotation.__name__ = "use_triton_rope"
+    changed = [no_rotation if s is use_triton_rope else s for s in swaps._SWAPS]
+    monkeypatch.setattr(swaps, "_SWAPS", tuple(changed))
+    assert main(arguments) == 1
+    (said,) = re.findall(r"^verified: .*", capsys.readouterr().out, re.M)
+    assert "; FAILED: output 0 is off by " in said and "by use_triton_rope" in said
+    (failure,) = json.loads((tmp_path / "found.json").read_text())["verification"]["failures"]
+    assert failure in said
 
 
 # --- docs/passes.md -----------------------------------------------------------------------------

@@ -15,7 +15,14 @@ from xtrain.config_fields import ConfigError
 
 # Exit codes: the run failed; what the user asked for is wrong; Ctrl-C (128 + SIGINT).
 FAILURE, USAGE, INTERRUPTED = 1, 2, 130
-FAILURES = ("CheckpointError", "DriftError", "PassError", "SiteError", "TrainingError")
+FAILURES = (
+    "CheckpointError",
+    "DriftError",
+    "PassError",
+    "SiteError",
+    "TrainingError",
+    "VerifyError",
+)
 
 
 class Parser(argparse.ArgumentParser):

@@ -181,6 +181,9 @@ class RunSection(Section):
         "auto", "xtrain's own ops: auto, triton or off", choices=("auto", "triton", "off")
     )
     disable_passes: tuple[str, ...] = option((), "names of passes that do not run")
+    verify: bool = option(
+        False, "the first step also without swaps and in fp64, compared; takes that time and memory"
+    )
     dump_graphs: str = option("", "folder for the graphs before and after each pass; empty: none")
     drift_every: int = option(
         0,

@@ -40,6 +40,7 @@ FIELDS = {
     "deterministic": "run.deterministic",
     "dump_graphs": "run.dump_graphs",
     "disable_pass": "run.disable_passes",
+    "verify": "run.verify",
     "drift_every": "run.drift_every",
 }
 
@@ -95,6 +96,7 @@ def _add_training(add: Any) -> None:
     add("--deterministic", action=flag, help="bitwise equal repeats [yes on CPU, no on CUDA]")
     add("--dump-graphs", metavar="DIR", help="write the graphs before and after each pass")
     add("--disable-pass", action="append", metavar="NAME", help="leave a pass out; repeatable")
+    add("--verify", action=flag, help="hold the first step against one without swaps [no]")
     add("--drift-every", type=int, metavar="N", help="fingerprints for xtrain.drift compare [0]")
 
 

@@ -14,7 +14,7 @@ from xtrain import torch_compat
 from xtrain.compiler.blocks import Blocks
 from xtrain.compiler.dynamic_shapes import ShapeWatch
 from xtrain.compiler.options import Options
-from xtrain.compiler.report import Report, Site
+from xtrain.compiler.report import Report, Site, Verification
 from xtrain.compiler.step_keys import ReplayLedger, StepKey, StepKeys
 
 # What to do about an op that a backend cannot trace.
@@ -61,7 +61,9 @@ class Session:
         self.symbols: tuple[str, ...] = ()  # sources of ints that layers do not share
         self.is_replaced = False  # whether another compile_blocks has taken the blocks over
         self.sites: dict[tuple[str, str], Site] = {}
-        self.report = Report()
+        self.report = Report(verification=Verification() if options.verify else None)
+        self.verify_raises = options.strict
+        self.num_forwards = 0
         self.num_breaks_before = len(torch_compat.graph_breaks())
         self.failures: list[str] = []  # of the backend, after which Dynamo leaves code to eager
         self.last_executed: tuple[Site, ...] = ()
@@ -82,6 +84,7 @@ class Session:
         if not hasattr(self._local, "stack"):
             self._local.stack = []
         self._local.stack.append(call)
+        self.num_forwards += 1
 
     def pop(self) -> None:
         """Leave the forward that was entered last."""

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from xtrain.command_line import Parser, exit_codes, limit_spinning
+from xtrain.command_line import FAILURE, Parser, exit_codes, limit_spinning
 from xtrain.config import PRESETS
 from xtrain.explain.errors import ExplainError, kind_of
 
@@ -28,7 +28,8 @@ examples:
                                                                  or (model, inputs)
 
 Weights are drawn, not loaded. The site table is that of CompiledModel.report(); "left alone" says
-why a match was not swapped. Exit codes: 0, 1 the compile fails, 2 a wrong flag or model.
+why a match was not swapped. Exit codes: 0, 1 the compile or --verify fails, 2 a wrong flag or
+model.
 """
 
 
@@ -61,6 +62,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--pass", action="append", default=[], metavar="M:F", help="a graph pass of yours, run too")
     add("--disable-pass", action="append", default=[], metavar="NAME", help="leave a pass out")
+    add(
+        "--verify",
+        action="store_true",
+        help="run the backward too, and hold both against the graph without swaps",
+    )
     add("--graph", action="store_true", help="print all of the graph, not one block of each kind")
     add("--html", metavar="FILE", help="write one self-contained page, graphs side by side")
     add("--json", metavar="FILE", help="write everything; -: to stdout, instead of the text")
@@ -97,9 +103,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 kernels=args.kernels,
                 logits=args.logits,
                 disable_passes=args.disable_pass,
+                verify=args.verify,
                 dump_graphs=args.dump_graphs,
             )
             _write(found, args)
+            if found.report.verification is not None and found.report.verification.failures:
+                status.code = FAILURE
     return status.code
 
 

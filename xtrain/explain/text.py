@@ -164,6 +164,8 @@ def remarks(explanation: Explanation) -> list[str]:
     unseeded = (re.sub(r"(?<=\.)\d+(?=\.|$)", "*", line) for line in report.unseeded)
     lines += counted(f"unseeded: {line}" for line in unseeded) or ["no unseeded dropout"]
     lines += [f"note: {line}" for line in report.notes]
+    if report.verification is not None:
+        lines.append(str(report.verification))
     verdict = f"would raise: {explanation.refusal}" if explanation.refusal else "accepts the model"
     return [*lines, f"strict mode {verdict}"]
 

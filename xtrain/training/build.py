@@ -144,6 +144,7 @@ def build_model(
         seed=config.train.seed,
         backend="inductor" if run.compile else "eager",
         kernels=run.kernels,
+        verify=run.verify,
         disable_passes=run.disable_passes,
         dump_graphs=run.dump_graphs or None,
     )
