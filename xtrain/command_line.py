@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import difflib
 import errno
+import functools
 import logging
 import os
 import platform
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NoReturn
@@ -116,6 +117,18 @@ def exit_codes(*, usage: int = USAGE, failure: int = FAILURE) -> Iterator[Status
             except OutputError:
                 pass  # the first error is the one to tell
             print(line, file=sys.stderr)
+
+
+def command(main: Callable[[Sequence[str] | None], int]) -> Callable[[Sequence[str] | None], int]:
+    """Decorate a `main` that returns its exit code: errors become one too, as in `exit_codes`."""
+
+    @functools.wraps(main)
+    def run(arguments: Sequence[str] | None = None) -> int:
+        with exit_codes() as status:
+            status.code = main(arguments)
+        return status.code
+
+    return run
 
 
 def _ending(error: BaseException, usage: int, failure: int) -> tuple[int, str]:
