@@ -138,7 +138,7 @@ def defect(path: Path, *, contents: bool = True) -> str | None:
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"manifest.json is unreadable ({error})"
+        return f"manifest.json is unreadable ({why(error)})"
     return None
 
 

@@ -167,7 +167,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 def _internal_error(error: BaseException) -> str:
     """Keep the trace of a fault of the program and return the line that tells of it."""
-    what = as_line(f"{type(error).__name__}: {error}", 300)
+    what = ": ".join(filter(None, (type(error).__name__, as_line(error, 300))))
     version = getattr(sys.modules.get("torch"), "__version__", "not imported")
     head = f"{sys.argv}\nPython {platform.python_version()}, torch {version}\n\n"
     trace = head + "".join(traceback.format_exception(error))
@@ -179,7 +179,7 @@ def _internal_error(error: BaseException) -> str:
     except OSError:  # no folder takes it: better here than nowhere
         print(trace, file=sys.stderr)
         where = "with its trace, which is above as no folder for it could be written to"
-    return f"internal error: {what}: this is a fault of xtrain; please report it {where}"
+    return f"internal error: {what}; this is a fault of xtrain, please report it {where}"
 
 
 def _leave_stdout() -> None:
@@ -193,17 +193,19 @@ def _leave_stdout() -> None:
 @contextmanager
 def _warnings_on_stderr() -> Iterator[None]:
     logger = logging.getLogger("xtrain")
-    if logger.handlers:
+    before = logger.handlers
+    if before:
         yield
         return
     handler = logging.StreamHandler()
     handler.setLevel(logging.WARNING)
     handler.setFormatter(_OneLine())
-    logger.addHandler(handler)
+    logger.handlers = [handler]
     try:
         yield
     finally:
-        logger.removeHandler(handler)
+        if logger.handlers == [handler]:  # else the command has put its own there
+            logger.handlers = before
 
 
 class _OneLine(logging.Formatter):

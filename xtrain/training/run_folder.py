@@ -155,11 +155,14 @@ def find(folder: Path, which: str, flag: str = "--resume") -> RunFolder:
 def _make(path: Path) -> RunFolder:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:  # a file of that name, for one
+        raise ConfigError(f"cannot make the folder of runs {path.parent}: {why(error)}") from None
+    try:
         path.mkdir()
     except FileExistsError:
         raise
     except OSError as error:
-        raise ConfigError(f"cannot make the run's folder {path}: {error.strerror}") from None
+        raise ConfigError(f"cannot make the run's folder {path}: {why(error)}") from None
     return RunFolder(path)
 
 
