@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -21,7 +22,7 @@ from xtrain import generate, train
 from xtrain.command_line import exit_codes
 from xtrain.drift.command import main as drift_main
 from xtrain.explain.command import main as explain_main
-from xtrain.training import session
+from xtrain.training import console, session
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # bench/ is no installed package
@@ -151,6 +152,17 @@ def test_a_stdout_that_takes_nothing(closed):
         line = f'exec {" ".join(map(repr, arguments[:2]))} "$0" >&-'
         done = subprocess.run(["sh", "-c", line, script], **keywords)
         assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_run_goes_on_without_its_log(tmp_path, monkeypatch, capsys):
+    with running(tmp_path), open("/dev/full", "w", buffering=1) as full:
+        console.set_up_logging()
+        monkeypatch.setattr(sys, "stdout", full)
+        for number in range(3):
+            logging.getLogger("xtrain.training").info("step %d", number)
+        monkeypatch.undo()
+    said = capsys.readouterr().err
+    assert said == "warning: no more is shown on stdout: No space left on device\n"
 
 
 # --- what somebody else has written --------------------------------------------------------------
@@ -436,6 +448,7 @@ def test_devices_and_folders_in_the_place_of_files(run, capsys):
             ["--set", "run.folder=/dev/null"],
             "cannot make the folder of runs /dev/null: File exists",
         ),
+        (["--data", __file__, "--dump-graphs=/dev/null/x"], "/dev/null/x: Not a directory"),
         (["--set", "data.cache_dir=/dev/null", "--data", __file__], "token cache /dev/null/"),
     ]
     for arguments, message in cases:

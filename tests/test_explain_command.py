@@ -99,6 +99,8 @@ def test_a_mistake_is_one_line_and_exit_code_2(capsys, arguments, message):
         (["tiny", "--set", "dim=" + "[" * 10_000], "dim must be a positive int"),
         (["tiny", "--set", "dropout=true"], "dropout must be a finite number, got True"),
         (["tiny", "--html", "/"], "cannot write /: Is a directory"),
+        (["tiny", "--dump-graphs", "/dev/null/x"], "read or write /dev/null/x: Not a directory"),
+        (["sys:exit"], r"sys:exit\(\) fails: SystemExit"),
         (["damaged"], "cannot read the configuration .*config.toml: .*line 1"),
         (["shapeless"], "run .*shapeless: .*missing .* 'dim'"),
     ],

@@ -64,6 +64,14 @@ class OutputError(Exception):
     """A stdout that takes nothing: its disk is full, say."""
 
 
+def leave_stdout() -> None:
+    """Drop what is in the buffer: it would fail once more when Python ends, with its own code."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (AttributeError, OSError, ValueError):  # not a file of the system
+        pass
+
+
 def show(text: str) -> None:
     """Write a command's result to stdout. A reader that has left, such as head, changes no code.
 
@@ -77,7 +85,7 @@ def show(text: str) -> None:
         sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
         sys.stdout.flush()
     except OSError as error:
-        _leave_stdout()
+        leave_stdout()
         if not isinstance(error, BrokenPipeError):
             raise OutputError(f"cannot write to stdout: {error.strerror}") from None
 
@@ -109,7 +117,7 @@ def exit_codes(*, usage: int = USAGE, failure: int = FAILURE) -> Iterator[Status
             print("\ninterrupted", file=sys.stderr)
         except BrokenPipeError:
             status.code = NO_READER
-            _leave_stdout()
+            leave_stdout()
         except BaseException as error:  # a panic of the packages in Rust is no Exception
             status.code, line = _ending(error, usage, failure)
             try:
@@ -133,6 +141,14 @@ def command(main: Callable[[Sequence[str] | None], int]) -> Callable[[Sequence[s
 
 def _ending(error: BaseException, usage: int, failure: int) -> tuple[int, str]:
     """Return the exit code of an error and the line that is said of it."""
+    whole = error
+    if "torch._dynamo" in sys.modules:
+        from xtrain import torch_compat
+
+        error = torch_compat.cause_of(error)
+        if torch_compat.is_missing_compiler(error):
+            what = f"torch.compile needs a compiler: {as_line(error, 300)}"
+            return failure, f"error: {what}; install one, or leave out --compile"
     for kind in type(error).__mro__:
         if kind.__module__.startswith("xtrain.") and kind.__name__ in INPUT_ERRORS | FAILURES:
             code = usage if kind.__name__ in INPUT_ERRORS else failure
@@ -147,7 +163,7 @@ def _ending(error: BaseException, usage: int, failure: int) -> tuple[int, str]:
             failure,
             f"error: out of memory: {as_line(error, 300)}; a smaller model or batch needs less",
         )
-    return INTERNAL, _internal_error(error)
+    return INTERNAL, _internal_error(whole)
 
 
 def as_line(message: object, length: int = LONGEST_LINE) -> str:
@@ -180,14 +196,6 @@ def _internal_error(error: BaseException) -> str:
         print(trace, file=sys.stderr)
         where = "with its trace, which is above as no folder for it could be written to"
     return f"internal error: {what}; this is a fault of xtrain, please report it {where}"
-
-
-def _leave_stdout() -> None:
-    """Drop what is in the buffer: it would fail once more when Python ends, with its own code."""
-    try:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (AttributeError, OSError, ValueError):  # not a file of the system
-        pass
 
 
 @contextmanager

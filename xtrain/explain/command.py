@@ -157,6 +157,8 @@ def _check(args: argparse.Namespace) -> None:
     kind_of(args.model)
     if args.dropout is not None and not 0 < args.dropout <= 1:  # nan neither
         raise ExplainError(f"--dropout must be in (0, 1], got {args.dropout:g}")
+    if args.dump_graphs:
+        Path(args.dump_graphs).mkdir(parents=True, exist_ok=True)
     for flag, name in (("--html", args.html), ("--json", args.json)):
         if name not in (None, "-") and not Path(name).absolute().parent.is_dir():
             raise ExplainError(f"{flag}: there is no folder {Path(name).parent}")

@@ -252,7 +252,7 @@ def _from_function(name: str, batch: int, seq: int) -> Subject:
     if not isinstance(result, nn.Module):
         try:
             result = result()
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a script's main ends so
             raise ExplainError(f"{name}() fails: {_reason(error)}") from None
     model, inputs = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not isinstance(model, nn.Module):
@@ -274,7 +274,7 @@ def imported(name: str) -> Any:
         sys.path.insert(0, str(Path.cwd()))
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # whatever the module does when it is imported
+    except (Exception, SystemExit) as error:  # whatever the module does when it is imported
         raise ExplainError(f"cannot import {module_name!r}: {_reason(error)}") from None
     found = module
     for part in attribute.split("."):
@@ -307,5 +307,5 @@ def _tokens(vocab_size: int, batch: int, seq: int) -> torch.Tensor:
     return torch.randint(vocab_size, (batch, seq), generator=generator)
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
