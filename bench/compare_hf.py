@@ -34,7 +34,7 @@ from bench import harness, turns  # noqa: E402
 from bench.hf_variants import DEFAULT_VARIANTS, SHAPES, VARIANTS, Setting  # noqa: E402
 from bench.turns import Outcome, Plan  # noqa: E402
 from bench.worker import Team  # noqa: E402
-from xtrain.command_line import Parser, command  # noqa: E402
+from xtrain.command_line import Parser, command, output_file  # noqa: E402
 
 NUM_LOSSES = 4
 
@@ -70,7 +70,7 @@ def build_parser() -> Any:
     add("--shape", choices=tuple(SHAPES), help="of the Llama (GPU: 1b, CPU: tiny)")
     add("--layers", type=turns.positive, help="number of layers (by shape)")
     add("--learning-rate", type=float, default=3e-4, help="constant (3e-4)")
-    add("--plot", type=Path, metavar="FILE", help="draw the loss curves, a PNG")
+    add("--plot", type=output_file, metavar="FILE", help="draw the loss curves, a PNG")
     turns.add_flags(add, variants=",".join(DEFAULT_VARIANTS), blocks=7)
     return parser
 

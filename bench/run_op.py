@@ -22,7 +22,7 @@ if str(ROOT) not in sys.path:  # measure the checkout that this file and the com
 
 from bench import harness  # noqa: E402
 from bench.turns import positive  # noqa: E402
-from xtrain.command_line import Parser, command  # noqa: E402
+from xtrain.command_line import Parser, command, output_file  # noqa: E402
 
 if TYPE_CHECKING:
     from bench.op_report import OpsReport
@@ -66,8 +66,8 @@ def add_flags(parser: Any) -> None:
     add("--jobs", type=int, default=0, help="processes that fill the compile caches first (0)")
     add("--limit", type=float, metavar="SECONDS", help="begin no case after so long (no limit)")
     add("--commit", help="commit to name in the report where the folder is no git checkout")
-    add("--json", type=Path, metavar="FILE", help="write everything measured")
-    add("--markdown", type=Path, metavar="FILE", help="write the report")
+    add("--json", type=output_file, metavar="FILE", help="write everything measured")
+    add("--markdown", type=output_file, metavar="FILE", help="write the report")
 
 
 def run(ops: Sequence[str], flags: Namespace, command: str) -> int:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from bench import harness
 from bench.harness import Ratio, Report, Summary, block_ratio, flat
 from bench.worker import Team
+from xtrain.command_line import output_file
 from xtrain.config import SEED_RANGE
 
 
@@ -85,8 +85,8 @@ def add_flags(add: Callable[..., Any], *, variants: str, blocks: int) -> None:
     add("--steps", type=positive, help="timed steps a visit (GPU: 10, CPU: 2)")
     add("--seed", type=seed, default=0, help="of weights, data and dropout (0)")
     add("--commit", help="commit to name in the report where the folder is no git checkout")
-    add("--json", type=Path, metavar="FILE", help="write everything measured")
-    add("--markdown", type=Path, metavar="FILE", help="write the report")
+    add("--json", type=output_file, metavar="FILE", help="write everything measured")
+    add("--markdown", type=output_file, metavar="FILE", help="write the report")
 
 
 def names_of(text: str, known: Iterable[str]) -> tuple[str, ...]:

@@ -121,6 +121,28 @@ def test_a_trace_that_no_folder_takes_is_printed(tmp_path, monkeypatch, capsys):
     assert line.startswith("internal error: KeyError") and "which is above" in line
 
 
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--vocab", "99999999999"], "bytes ("),
+        (["--batch", "99999999999"], "bytes ("),
+        (["--seed", str(2**64)], "argument --seed: invalid seed, from -2^63 to 2^64 - 1 value"),
+        (["--threads", "0"], "argument --threads: invalid positive int"),
+        (["--json", "/"], "argument --json: / is a folder"),
+        (["--markdown", "/dev/null/x"], "argument --markdown: /dev/null/x cannot be written into"),
+        (["--device", "cuda:x"], "--device"),
+    ],
+)
+def test_a_benchmark_refuses_what_it_could_not_do_before_it_begins(capsys, arguments, message):
+    try:
+        code = bench("compare").main(["--preset=tiny", "--device=cpu", *arguments])
+    except SystemExit as stop:
+        code = stop.code
+    out, error = capsys.readouterr()
+    assert code == 2 and out == "" and message in error
+    assert error.startswith("error: ") and error.count("\n") == 1
+
+
 def test_an_exit_asked_for_goes_through():
     with pytest.raises(SystemExit) as stop, exit_codes():
         raise SystemExit(5)

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
 # Exit codes: the run failed; what the user asked for, or gave to read, is wrong; a fault of the
@@ -62,6 +63,20 @@ def limit_spinning() -> None:
 
 class OutputError(Exception):
     """A stdout that takes nothing: its disk is full, say."""
+
+
+def output_file(text: str) -> Path:
+    """Parse the name of a file to write: what cannot be one is refused before the work, not after.
+
+    Folders on the way to it are made when it is written.
+    """
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder")
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} cannot be written into {folder}")
+    return path
 
 
 def leave_stdout() -> None:
@@ -114,7 +129,7 @@ def exit_codes(*, usage: int = USAGE, failure: int = FAILURE) -> Iterator[Status
             raise
         except KeyboardInterrupt:  # outside of the training loop, which ends more gently
             status.code = INTERRUPTED
-            print("\ninterrupted", file=sys.stderr)
+            _say("\ninterrupted")
         except BrokenPipeError:
             status.code = NO_READER
             leave_stdout()
@@ -124,7 +139,15 @@ def exit_codes(*, usage: int = USAGE, failure: int = FAILURE) -> Iterator[Status
                 show("")
             except OutputError:
                 pass  # the first error is the one to tell
-            print(line, file=sys.stderr)
+            _say(line)
+
+
+def _say(line: str) -> None:
+    """Print to stderr; where nobody takes it, the exit code says what there is to say."""
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except OSError:
+        pass
 
 
 def command(main: Callable[[Sequence[str] | None], int]) -> Callable[[Sequence[str] | None], int]:
@@ -193,7 +216,7 @@ def _internal_error(error: BaseException) -> str:
             file.write(trace)
         where = f"with its trace, which was written to {path}"
     except OSError:  # no folder takes it: better here than nowhere
-        print(trace, file=sys.stderr)
+        _say(trace)
         where = "with its trace, which is above as no folder for it could be written to"
     return f"internal error: {what}; this is a fault of xtrain, please report it {where}"
 

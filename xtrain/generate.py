@@ -117,8 +117,8 @@ def load_run(run: RunFolder, device: str) -> tuple[nn.Module, Tokenizer, int]:
     if tokenizer.vocab_size > config.vocab_size:
         raise ConfigError(
             f"{run.tokenizer} has ids up to {tokenizer.vocab_size - 1}, and the model of "
-            f"{saved.path} only {config.vocab_size} rows: it was trained with another tokenizer; "
-            "put that one there"
+            f"{saved.path} only {config.vocab_size} rows; put the tokenizer there that it "
+            "was trained with"
         )
     model = Transformer(config)
     load_model_tensors(model, tensors, saved.state["aliases"])
