@@ -27,7 +27,8 @@ examples:
                                                                  or (model, inputs)
 
 Weights are drawn, not loaded. The site table is that of CompiledModel.report(); "left alone" says
-why a match was not swapped. Exit codes: 0, 1 the compile fails, 2 a wrong flag or model.
+why a match was not swapped. Exit codes: 0, 1 the compile fails, 2 a wrong flag or model,
+70 a fault of xtrain's.
 """
 
 
