@@ -257,7 +257,7 @@ DAMAGE = {
         b'{"format":1,"step":7}': "state.json is damaged (step is 7, not 4)",
         b'{"format":1,"step":4,"step":4}': "the key 'step' is there twice",
         b'{"format":1,"step":NaN}': "NaN is no JSON number",
-        b'{"a":' * 10_000: "state.json is damaged (it is nested too deeply)",
+        b'{"a":' * 100_000: "state.json is damaged (it is nested too deeply)",
         b'{"a":' * 90 + b"1" + b"}" * 90: "state.json is damaged (it is nested more than 64 deep)",
     },
     "model.safetensors": {
@@ -296,7 +296,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(run, capsys, name, d
 
 def test_the_manifest_itself(run, capsys):
     newer = checkpoints(run)[1]
-    for data in (b"", b"{}", b"[" * 10_000, b'{"format":1,"files":{"state.json":3}}', b"\0"):
+    for data in (b"", b"{}", b"[" * 100_000, b'{"format":1,"files":{"state.json":3}}', b"\0"):
         (newer / "manifest.json").write_bytes(data)
         assert generated() == 0
         assert "manifest.json is unreadable" in capsys.readouterr().err
@@ -369,7 +369,7 @@ def test_optimiser_and_generators_that_cannot_be_restored(run, capsys):
         (b'{"step":0,"step":0}\n', "(the key 'step' is there twice)"),
         (b"\xff\xfe\n", "line 1 is no record of a step ('utf-8' codec"),
         (b"\n", "line 1 is no record"),
-        (b"[" * 10_000 + b"\n", "(it is nested too deeply)"),
+        (b"[" * 100_000 + b"\n", "(it is nested too deeply)"),
         (b"\0\n", "line 1 is no record"),
         (None, "cannot read runs/r/metrics.jsonl: it is a folder"),
     ],
@@ -401,7 +401,7 @@ def test_a_last_record_that_a_kill_cut_short_is_dropped(run):
         (b"{}", "is not a tokenizer.json"),
         (b"[]", "is not a tokenizer.json (it holds no object)"),
         (bytes(range(256)), "is not a tokenizer.json ('utf-8' codec"),
-        (b'{"model":' * 9_000, "is not a tokenizer.json (it is nested too deeply)"),
+        (b'{"model":' * 100_000, "is not a tokenizer.json (it is nested too deeply)"),
         (b'{"xtrain_ids":true}', "'True' is not a number of tokens"),
         (b'{"xtrain_ids":300}', "has ids up to 299, and the model of runs/r/checkpoints/step_0000"),
         (b'{"xtrain_ids":200}', "ids:200 has no text to encode"),
