@@ -289,8 +289,8 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(run, capsys, name, d
     for command in (generated, resumed):
         assert command() == 2
         error = capsys.readouterr().err
-        lines = [line for line in error.splitlines() if not line.startswith("warning: passed over")]
-        assert len(lines) == 1 and "no complete checkpoint" in lines[0]
+        assert error.startswith("error: runs/r has no complete checkpoint to ") and message in error
+        assert error.count("\n") == 1
     assert contents(run) == before
 
 

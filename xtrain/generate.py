@@ -100,9 +100,7 @@ def load_run(run: RunFolder, device: str) -> tuple[nn.Module, Tokenizer, int]:
     from xtrain.state_names import load_model_tensors
     from xtrain.training.resume import newest_checkpoint
 
-    saved = newest_checkpoint(run)
-    if saved is None:
-        raise ConfigError(f"{run.path} has no complete checkpoint")
+    saved = newest_checkpoint(run, "to sample from")
     tokenizer = load_tokenizer(run.tokenizer)
     tensors = saved.tensors["model"]
     try:

@@ -35,17 +35,18 @@ STATE: dict[str, Check] = {
 DATA: dict[str, Check] = {"fingerprint": is_text, "tokens": is_count}
 
 
-def newest_checkpoint(run: RunFolder) -> checkpoint.Checkpoint | None:
-    """Return a run's newest complete checkpoint, None if it has none; warn of damaged newer ones.
+def newest_checkpoint(run: RunFolder, purpose: str) -> checkpoint.Checkpoint:
+    """Return a run's newest complete checkpoint; a warning names each damaged one after it.
 
-    Raises: CheckpointError if it is no trainer's.
+    purpose: "to resume from", say.
+    Raises:  ConfigError if there is none, CheckpointError if it is no trainer's.
     """
     path, passed_over = checkpoint.newest_complete(run.checkpoints)
-    instead = f"using {path.name}" if path is not None else "there is no older one"
-    for reason in passed_over:
-        log.warning("passed over the checkpoint %s; %s", reason, instead)
     if path is None:
-        return None
+        reasons = "; ".join(passed_over) or "start a new run"
+        raise ConfigError(f"{run.path} has no complete checkpoint {purpose}; {reasons}")
+    for reason in passed_over:
+        log.warning("passed over the checkpoint %s; using %s", reason, path.name)
     saved = checkpoint.read(path)
     try:
         check_fields(saved.state, STATE)
@@ -69,12 +70,7 @@ class ResumePoint:
 
         Raises: ConfigError if there is none.
         """
-        saved = newest_checkpoint(run)
-        if saved is None:
-            raise ConfigError(
-                f"{run.path} has no complete checkpoint to resume from; start a new run, or "
-                "delete the folder to use its name again"
-            )
+        saved = newest_checkpoint(run, "to resume from")
         for _ in run.read_metrics():  # a damaged file is refused before anything is written
             pass
         return cls(run, saved)
