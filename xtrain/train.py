@@ -20,7 +20,8 @@ examples:
   python -m xtrain.train --resume runs/small --steps 400
 
 Everything else is set by --set section.key=value; a run's config.toml lists all keys with their
-meaning and can be edited and passed to --config.
+meaning and can be edited and passed to --config. Exit codes: 0, 1 the run failed, 2 what was asked
+for or given to read is wrong, 70 a fault of xtrain's, 128 + N ended by signal N.
 """
 
 # flag -> the field it sets
@@ -114,8 +115,8 @@ def overrides(args: argparse.Namespace) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Read the command line, build the configuration and train; return the exit code."""
-    args = build_parser().parse_args(arguments)
     with exit_codes() as status:
+        args = build_parser().parse_args(arguments)
         changes = overrides(args)
         base = RunConfig.load(args.config) if args.config else RunConfig()
         config = base.override(changes)  # wrong values are refused before torch is imported

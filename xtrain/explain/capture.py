@@ -29,6 +29,16 @@ from xtrain.passes.insert_residual_dropout import InsertResult
 from xtrain.passes.residual_sites import find_residual_sites
 from xtrain.passes.spell_out_sums import spell_out_sums
 
+DEFAULTS = {
+    "dropout": 0.1,
+    "existing": "skip",
+    "kernels": "auto",
+    "logits": "keep",
+    "dtype": "fp32",
+    "disable_passes": (),
+    "backend": "aot_eager",  # inductor's passes and graph, without its code
+}
+
 
 @dataclass
 class SiteMark:
@@ -80,22 +90,21 @@ class Explanation:
     refusal: str = ""
 
 
-def explain(
-    subject: Subject, *, dtype: str = "fp32", passes: Sequence[Any] = (), **options: Any
-) -> Explanation:
+def explain(subject: Subject, *, passes: Sequence[Any] = (), **options: Any) -> Explanation:
     """Compile and run one training forward of a model; strict mode's refusal does not end it.
 
-    Args:     dtype: "fp32", or "bf16" for a forward under autocast.
-              passes, options: as for xtrain.compile; backend "aot_eager", seed 0. With verify the
-              backward runs as well.
+    Args:     passes, options: as for xtrain.compile, seed 0, and dtype: "bf16" for a forward under
+              autocast. What is not given is as the subject trains, else dropout 0.1, backend
+              "aot_eager", dtype "fp32". With verify the backward runs as well.
     Raises:   ExplainError if no residual site is found or the model's own forward fails.
     """
+    options = {**DEFAULTS, **subject.options, **options}
     try:
-        found = _run(subject, dtype, passes, {**options, "strict": True})
+        found = _run(subject, passes, {**options, "strict": True})
     except SiteError as error:
-        found = _run(subject, dtype, passes, {**options, "strict": False})
+        found = _run(subject, passes, {**options, "strict": False})
         found.refusal = str(error)
-    if not found.report.sites and not found.report.uncovered:
+    if options["dropout"] and not found.report.sites and not found.report.uncovered:
         breaks = [f"{short_place(place)}: {first_line(why)}" for place, why in found.graph_breaks]
         raise ExplainError(
             f"no residual sites in {subject.title}: no branch with a projection is added back onto "
@@ -109,10 +118,11 @@ def explain(
     return found
 
 
-def _run(subject: Subject, dtype: str, passes: Sequence[Any], options: dict[str, Any]) -> Any:
+def _run(subject: Subject, passes: Sequence[Any], options: dict[str, Any]) -> Any:
     model = subject.model.train()
+    keywords = {name: value for name, value in options.items() if name != "dtype"}
     try:
-        compiled = xtrain.compile(model, seed=0, backend="aot_eager", passes=passes, **options)
+        compiled = xtrain.compile(model, seed=0, passes=passes, **keywords)
     except (TypeError, ValueError) as error:  # what --disable-pass or --pass names
         raise ExplainError(str(error)) from None
     compiled._session.verify_raises = False
@@ -123,7 +133,9 @@ def _run(subject: Subject, dtype: str, passes: Sequence[Any], options: dict[str,
     compiled._entries = {True: functools.partial(entry, model), False: model}
     breaks = len(torch_compat.graph_breaks())
     autocast = (
-        torch.autocast("cpu", torch.bfloat16) if dtype == "bf16" else contextlib.nullcontext()
+        torch.autocast("cpu", torch.bfloat16)
+        if options["dtype"] == "bf16"
+        else contextlib.nullcontext()
     )
     with autocast:
         try:
@@ -142,7 +154,7 @@ def _run(subject: Subject, dtype: str, passes: Sequence[Any], options: dict[str,
     report = compiled.report()
     return Explanation(
         subject,
-        {**options, "dtype": dtype},
+        options,
         report,
         backend.graphs,
         torch_compat.graph_breaks()[breaks:],

@@ -32,8 +32,10 @@ from xtrain.torch_compat.dynamo import (
     trace_overrides,
 )
 from xtrain.torch_compat.failures import (
+    cause_of,
     forward_stack,
     frames,
+    is_missing_compiler,
     leaves_code_to_eager,
     noting_backward_errors,
 )
@@ -73,6 +75,7 @@ __all__ = [
     "backward_keeps_graph",
     "cache_key_tag",
     "call_in_inductors_code",
+    "cause_of",
     "ddp_backend",
     "empty_strided",
     "fake_like_inputs",
@@ -90,6 +93,7 @@ __all__ = [
     "interpreting_backend",
     "is_for_dynamo",
     "is_graph_break",
+    "is_missing_compiler",
     "is_observed",
     "kernel_starter",
     "last_sequence_number",
