@@ -16,7 +16,8 @@ One training step (forward, backward, AdamW) of one model, run in turn by
 each in a process of its own with empty compile caches. With --model gpt2 the model drops out by
 itself, in nn.Dropout modules that xtrain.compile(existing="replace") takes over. Prints a table;
 --json and --markdown write the report. Without flags it takes under four minutes on two cores and
-measures the 124M shape on a GPU. Exit code 1 if a variant failed, 2 for a wrong flag.
+measures the 124M shape on a GPU. Exit code 1 if a variant failed, 2 for a wrong flag, 70 for a
+fault of this script.
 """
 
 from __future__ import annotations
@@ -36,10 +37,12 @@ from bench import harness, turns  # noqa: E402
 from bench.turns import Outcome, Plan  # noqa: E402
 from bench.variants import DEFAULT_VARIANTS, MODELS, SHAPES, VARIANTS, Setting  # noqa: E402
 from bench.worker import Team  # noqa: E402
+from xtrain.command_line import Parser, command  # noqa: E402
 
 NUM_LOSSES = 10
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, write and print; return the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
@@ -63,16 +66,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from bench.compare_report import build_report
 
     environment |= {"load_average_before": load, "run_took_s": time.perf_counter() - start}
-    command = harness.command_line("bench/compare.py", arguments)
-    report = build_report(setting, plan, environment, outcomes, command)
+    line = harness.command_line("bench/compare.py", arguments)
+    report = build_report(setting, plan, environment, outcomes, line)
     report.write(flags.json, flags.markdown)
     return turns.show(report, outcomes)
 
 
 def build_parser() -> Any:
     """Return the command line's parser."""
-    from xtrain.command_line import Parser
-
     parser = Parser(prog="bench/compare.py", description=__doc__)
     add = parser.add_argument
     add("--preset", choices=tuple(SHAPES), help="model (GPU: 124m, CPU: small)")
@@ -90,6 +91,7 @@ def resolve(flags: Namespace) -> tuple[Setting, Plan]:
     """Fill what was not given, by device and preset; ValueError names what does not fit."""
     from bench.models import build_config
     from xtrain.model import Config
+    from xtrain.training.build import check_size
 
     names, device = turns.names_of(flags.variants, VARIANTS), turns.device_of(flags)
     kind = device.partition(":")[0]
@@ -108,7 +110,13 @@ def resolve(flags: Namespace) -> tuple[Setting, Plan]:
         threads=flags.threads,
         seed=flags.seed,
     )
-    build_config(setting)
+    check_size(
+        build_config(setting),
+        device,
+        batch_size=setting.batch,
+        micro_batch_size=setting.batch,
+        seq_len=setting.seq,
+    )
     # A visit on a GPU starts with an empty allocator and another variant's clocks and power: some
     # steps fill the one and settle the others. On a CPU one step warms the caches.
     steps, warm_up = (10, 6) if kind == "cuda" else (2, 1)

@@ -12,6 +12,7 @@ The only place where passes and torch.compile meet:
     backend.py          what Dynamo calls with each graph: passes, then inductor or another backend
     seeds.py            the (seed, offset) input of a graph, filled at each call
     session.py          what the graphs of one model share: sites, keys, the running forward
+    verify.py, graph_runs.py, closeness.py   the first step against the graphs without swaps
     strict_checks.py, uncovered.py, graph_breaks.py, backend_failures.py   what strict mode refuses
     layer_state.py      what layers keep side by side (a key-value cache), seen alike by each
     blocks.py, step_keys.py, data_parallel.py, dynamic_shapes.py, report.py   one topic each
@@ -29,8 +30,17 @@ from xtrain.compiler.compiled_model import CompiledModel, check_model
 from xtrain.compiler.options import checked_options
 from xtrain.compiler.report import Report, Site
 from xtrain.compiler.session import SiteError
+from xtrain.compiler.verify import VerifyError
 
-__all__ = ["CompiledModel", "Report", "Site", "SiteError", "compile", "compile_blocks"]
+__all__ = [
+    "CompiledModel",
+    "Report",
+    "Site",
+    "SiteError",
+    "VerifyError",
+    "compile",
+    "compile_blocks",
+]
 
 
 def compile(
@@ -43,6 +53,7 @@ def compile(
     existing: str = "skip",
     logits: str = "keep",
     strict: bool = True,
+    verify: bool = False,
     passes: Sequence[Any] = (),
     disable_passes: Sequence[str] = (),
     dump_graphs: str | Path | None = None,
@@ -66,6 +77,15 @@ def compile(
               graph holds, or when a forward executed fewer sites than the report lists.
               With strict=False such sites train without dropout, those that a graph break cuts
               among them (a break inside a branch); the report lists them as uncovered.
+              verify: compute the first step a second time, from the graphs without our swaps and
+              with the same masks, and hold loss, outputs and every gradient to it: class E2 of
+              docs/design.md as it ran, and 8 digits of each op in fp64. A failure names the swap;
+              strict raises it, else it is a warning and that graph runs without swaps, op by op,
+              from the next step on. The report says what was compared and what could not be. Later
+              steps are as fast as without. The first takes the time of one step in eager and of two
+              in fp64, each with a second forward (on a CPU nine plain steps; more on a GPU that is
+              slow in fp64), and the memory of one step in fp64: weights, activations and gradients
+              in 8 bytes a number, beside those of the step itself.
               passes: graph passes of your own, functions or (name, function), run last.
               disable_passes: exact names of passes to leave out.
               dump_graphs: folder for each pass's graph, before and after, as readable Python.
@@ -81,7 +101,8 @@ def compile(
               names.
     Random:   mask = ops.dropout_mask(shape, p, rng.site_seed(seed, step, layer, site), offset),
               the same in every backend, dtype, device, recompute and cut of the batch.
-    Raises:   TypeError, ValueError for a wrong argument; SiteError (strict) at a training forward.
+    Raises:   TypeError, ValueError for a wrong argument; SiteError (strict) at a training forward;
+              VerifyError (strict) there or in its backward.
     """
     check_model(model)
     options = checked_options(
@@ -92,6 +113,7 @@ def compile(
         existing=existing,
         logits=logits,
         strict=strict,
+        verify=verify,
         passes=passes,
         disable_passes=disable_passes,
         dump_graphs=dump_graphs,

@@ -62,6 +62,7 @@ class Backend:
             num_before=len(first),
             compile_graph=compile_graph,
             results=report.passes if self.training else [],
+            verify=options.verify and self.training,
         )
         if not self.drops:
             return swap(module, inputs)

@@ -31,6 +31,7 @@ class Options:
     existing: str
     logits: str
     strict: bool
+    verify: bool
     passes: tuple[Any, ...]
     disable_passes: tuple[str, ...]
     dump_graphs: Path | None
@@ -50,6 +51,7 @@ def checked_options(
     existing: str = "skip",
     logits: str = "keep",
     strict: bool = True,
+    verify: bool = False,
     passes: Sequence[Any] = (),
     disable_passes: Sequence[str] = (),
     dump_graphs: str | Path | None = None,
@@ -82,7 +84,7 @@ def checked_options(
     for name in ("mode", "options"):
         if torch_compile_kwargs.get(name) is None:
             torch_compile_kwargs.pop(name, None)
-    _check_of_torch(strict, backend, torch_compile_kwargs)
+    _check_of_torch({"strict": strict, "verify": verify}, backend, torch_compile_kwargs)
     return Options(
         dropout=_probability(model, dropout),
         backend=backend,
@@ -90,6 +92,7 @@ def checked_options(
         existing=existing,
         logits=logits,
         strict=strict,
+        verify=verify,
         passes=tuple(passes),
         disable_passes=tuple(disable_passes),
         dump_graphs=None if dump_graphs is None else Path(dump_graphs),
@@ -128,9 +131,9 @@ def _checked_sums(sums: Any) -> dict[str, str]:
     return dict(sums)
 
 
-def _check_of_torch(strict: Any, backend: str, keywords: dict[str, Any]) -> None:
+def _check_of_torch(ours: dict[str, Any], backend: str, keywords: dict[str, Any]) -> None:
     """Raise for what torch.compile would take in silence, or refuse in the first step."""
-    for name, value in (("strict", strict), ("fullgraph", keywords.get("fullgraph", False))):
+    for name, value in {**ours, "fullgraph": keywords.get("fullgraph", False)}.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be True or False, got {value!r}")
     if not isinstance(dynamic := keywords.get("dynamic"), bool | None):

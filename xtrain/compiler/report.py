@@ -39,6 +39,61 @@ class SumLine:
 
 
 @dataclass
+class Verification:
+    """What verify=True compared in the first step; `str(verification)` is one line.
+
+    num_graphs:  swapped graphs that were held against themselves without swaps.
+    num_losses, num_outputs, num_gradients: what agreed, over all calls of these graphs in the step;
+                 gradients come with its backward.
+    largest:     the largest error as a multiple of its bound, of the value `largest_at`.
+    failures:    what did not agree, with the pass at fault.
+    left_out:    what could not be compared, and why.
+    """
+
+    num_graphs: int = 0
+    num_losses: int = 0
+    num_outputs: int = 0
+    num_gradients: int = 0
+    largest: float = 0.0
+    largest_at: str = ""
+    failures: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+    def note_error(self, ratio: float, name: str) -> None:
+        """Count the error of a value that agrees."""
+        if ratio >= self.largest:
+            self.largest, self.largest_at = ratio, name
+
+    def leave_out(self, text: str) -> bool:
+        """Note what is not compared, once; whether it is new."""
+        is_new = text not in self.left_out
+        self.left_out += [text] if is_new else []
+        return is_new
+
+    def __str__(self) -> str:
+        if not self.num_graphs:
+            return "verified: nothing; no swapped graph has run in training"
+        counts = {"loss": self.num_losses, "output": self.num_outputs}
+        counts["gradient"] = self.num_gradients
+        said = [_number(n, what) for what, n in counts.items() if n]
+        graphs = _number(self.num_graphs, "graph")
+        text = (
+            f"verified: {', '.join(said) or 'nothing'} of {graphs} against the same without swaps"
+        )
+        if said:
+            text += f"; largest error {self.largest:.2g} of its bound ({self.largest_at})"
+        if not self.num_gradients and not self.failures:
+            text += "; no backward has come yet"
+        text += "".join(f"; FAILED: {line}" for line in self.failures)
+        return text + "".join(f"; not compared: {line}" for line in self.left_out)
+
+
+def _number(count: int, what: str) -> str:
+    plural = f"{what}es" if what == "loss" else f"{what}s"
+    return f"{count} {what if count == 1 else plural}"
+
+
+@dataclass
 class Report:
     """The state of a compiled model after its forwards so far; `str(report)` is a table.
 
@@ -50,6 +105,7 @@ class Report:
     account:   what became of each sum of the last training forward that was looked at whole: the
                sums that could carry a stream, by verdict and rule.
     notes:     switches that were turned off and why, forms that ops took.
+    verification: what verify=True compared; None without it.
     num_train_graphs, num_eval_graphs: graphs compiled so far; more than one means graph breaks,
                other shapes, or another grad mode.
     """
@@ -60,6 +116,7 @@ class Report:
     unseeded: list[str] = field(default_factory=list)
     account: list[SumLine] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    verification: Verification | None = None
     num_train_graphs: int = 0
     num_eval_graphs: int = 0
 
@@ -97,6 +154,7 @@ class Report:
         parts += [f"uncovered: {line}" for line in self.uncovered]
         parts += [f"unseeded: {line}" for line in self.unseeded]
         parts += [f"note: {line}" for line in self.notes]
+        parts += [str(self.verification)] if self.verification is not None else []
         return "\n\n".join(parts[:2]) + "\n\n" + "\n".join(parts[2:])
 
     def _account_said(self) -> str:

@@ -15,7 +15,7 @@ from xtrain import torch_compat
 from xtrain.compiler.blocks import Blocks
 from xtrain.compiler.dynamic_shapes import ShapeWatch
 from xtrain.compiler.options import Options
-from xtrain.compiler.report import Report, Site
+from xtrain.compiler.report import Report, Site, Verification
 from xtrain.compiler.settled import SettledSums
 from xtrain.compiler.step_keys import ReplayLedger, StepKey, StepKeys
 
@@ -70,7 +70,9 @@ class Session:
         self.breaks_at_start = 0  # graph breaks that Dynamo had listed when the forward began
         self.is_replaced = False  # whether another compile_blocks has taken the blocks over
         self.sites: dict[tuple[str, str], Site] = {}
-        self.report = Report()
+        self.report = Report(verification=Verification() if options.verify else None)
+        self.verify_raises = options.strict
+        self.num_forwards = 0
         self.num_breaks_before = len(torch_compat.graph_breaks())
         self.failures: list[str] = []  # of the backend, after which Dynamo leaves code to eager
         self.last_executed: tuple[Site, ...] = ()
@@ -91,6 +93,7 @@ class Session:
         if not hasattr(self._local, "stack"):
             self._local.stack = []
         self._local.stack.append(call)
+        self.num_forwards += 1
 
     def pop(self) -> None:
         """Leave the forward that was entered last."""

@@ -32,8 +32,10 @@ from xtrain.torch_compat.dynamo import (
     trace_overrides,
 )
 from xtrain.torch_compat.failures import (
+    cause_of,
     forward_stack,
     frames,
+    is_missing_compiler,
     leaves_code_to_eager,
     noting_backward_errors,
 )
@@ -56,6 +58,7 @@ from xtrain.torch_compat.running import (
     is_observed,
     kernel_starter,
     last_sequence_number,
+    num_writes,
     raw_stream,
     real_tensors,
     running_sequence_number,
@@ -74,6 +77,7 @@ __all__ = [
     "backward_keeps_graph",
     "cache_key_tag",
     "call_in_inductors_code",
+    "cause_of",
     "ddp_backend",
     "empty_strided",
     "fake_like_inputs",
@@ -91,6 +95,7 @@ __all__ = [
     "interpreting_backend",
     "is_for_dynamo",
     "is_graph_break",
+    "is_missing_compiler",
     "is_observed",
     "kernel_starter",
     "last_sequence_number",
@@ -99,6 +104,7 @@ __all__ = [
     "mark_dynamic",
     "noting_backward_errors",
     "num_compiled_graphs",
+    "num_writes",
     "position_of_opaque",
     "raw_stream",
     "real_tensors",

@@ -68,6 +68,11 @@ def real_tensors() -> Any:
     return _disable_current_modes()
 
 
+def num_writes(tensor: torch.Tensor) -> int:
+    """Return how often a tensor's memory has been written in place, through any view of it."""
+    return tensor._version
+
+
 class StorageRef:
     """A weak reference to a tensor's memory: tells whether its address still means that tensor."""
 
