@@ -19,8 +19,8 @@ from typing import Any
 import tomli_w
 
 from xtrain.config_fields import ConfigError, Section, kinds_of, option, type_hints, unknown
+from xtrain.rng import SEED_RANGE
 
-SEED_RANGE = -(2**63), 2**64 - 1  # what torch's generators take
 PRESETS = ("tiny", "small", "124m", "350m", "1b", "8b")  # those of xtrain.model
 
 

@@ -38,12 +38,15 @@ def call_block(_xtrain_model: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def compiled_entry(
-    session: Session, training: bool, function: Callable[..., Any]
+    session: Session, training: bool, function: Callable[..., Any], module: nn.Module
 ) -> Callable[..., Any]:
-    """Return `function` compiled for one mode, with a compile cache of its own."""
+    """Return `function` compiled for one mode, with a compile cache of its own.
+
+    Args:     module: what the function calls.
+    """
     name = f"xtrain_{type(session.model).__name__}_{'train' if training else 'eval'}"
     return torch.compile(
-        torch_compat.fresh_entry(function, name),
+        torch_compat.fresh_entry(function, name, module),
         backend=Backend(session, training=training),
         dynamic=session.options.dynamic,
         fullgraph=session.options.fullgraph,
@@ -65,7 +68,7 @@ def compile_each_block(session: Session) -> None:
         for training in (True, False):
             key = (type(block), training)
             if key not in entries:
-                entries[key] = BlockEntries(session, training)
+                entries[key] = BlockEntries(session, training, block)
         by_mode: dict[bool, Callable[..., Any]] = {
             mode: functools.partial(entries[type(block), mode].run, floats)
             for mode in (True, False)
@@ -106,10 +109,11 @@ class BlockEntries:
     Dynamo's limit of graphs for one entry.
     """
 
-    def __init__(self, session: Session, training: bool):
+    def __init__(self, session: Session, training: bool, block: nn.Module):
         self._session = session
         self._training = training
-        self._shared = compiled_entry(session, training, call_block)
+        self._new_entry = functools.partial(compiled_entry, session, training, call_block, block)
+        self._shared = self._new_entry()
         self._by_numbers: dict[tuple[float, ...], Callable[..., Any]] = {}
         self._is_apart = False
 
@@ -120,7 +124,7 @@ class BlockEntries:
         if entry is None:
             entry = self._shared
             if self._is_apart:
-                entry = compiled_entry(self._session, self._training, call_block)
+                entry = self._new_entry()
             self._by_numbers[numbers] = entry
         before = self._num_graphs()
         result = entry(block, *args, **kwargs)

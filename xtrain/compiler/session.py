@@ -12,6 +12,7 @@ from torch import nn
 
 from xtrain import torch_compat
 from xtrain.compiler.blocks import Blocks
+from xtrain.compiler.bypasses import Bypasses
 from xtrain.compiler.dynamic_shapes import ShapeWatch
 from xtrain.compiler.options import Options
 from xtrain.compiler.report import Report, Site
@@ -68,6 +69,7 @@ class Session:
         self.ledger: ReplayLedger[torch.Tensor] = ReplayLedger()
         if options.logits == "drop" and (options.kernels == "off" or options.backend == "eager"):
             self.note("logits are kept: kernels='off' and backend='eager' swap no head and loss")
+        self.bypasses = Bypasses(self)
         self._local = threading.local()
         self._owners: dict[int, str | None] = {}
 

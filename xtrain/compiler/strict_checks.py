@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
+from collections.abc import Sequence
 
+import torch
+from torch import nn
+
+from xtrain import torch_compat
 from xtrain.compiler.graph_breaks import BY_CHANCE, breaks_said, breaks_since
 from xtrain.compiler.session import Call, Session, SiteError, not_there
 
@@ -17,6 +23,32 @@ def check_model_unchanged(session: Session) -> None:
         )
     if session.options.strict and (change := session.blocks.changed_list()):
         raise not_there(session.model, change)
+
+
+def check_can_drop(session: Session, tensors: Sequence[torch.Tensor]) -> None:
+    """Raise where a training forward is called in a way in which no mask can be drawn."""
+    name = type(session.model).__name__
+    if torch_compat.in_function_transform():
+        raise RuntimeError(
+            f"the compiled {name} was called in training under a function transform of torch.func "
+            "(vmap, grad, vjp, jvp), in which its graphs cannot run: call it on the whole batch, "
+            "and take gradients by backward() or torch.autograd.grad"
+        )
+    if any(tensor.is_nested for tensor in tensors):
+        raise TypeError(
+            f"the compiled {name} was given a nested tensor, and masks are drawn for dense values: "
+            "pad its rows (torch.nested.to_padded_tensor) and hand over a mask"
+        )
+
+
+def check_has_values(model: nn.Module, error: Exception) -> None:
+    """Raise instead of an error of the first forward of a model that was left on meta."""
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if tensor.is_meta:
+            raise RuntimeError(
+                f"{name} of {type(model).__name__} is on the meta device and has no values: load "
+                "the weights, or model.to_empty(device=...) and initialise them, before a forward"
+            ) from error
 
 
 def check_executed(session: Session, call: Call) -> None:

@@ -113,7 +113,7 @@ def _run(subject: Subject, dtype: str, passes: Sequence[Any], options: dict[str,
         raise ExplainError(str(error)) from None
     backend = _WatchedBackend(compiled._session)
     entry = torch.compile(
-        torch_compat.fresh_entry(entries.call_module, "xtrain_explain"), backend=backend
+        torch_compat.fresh_entry(entries.call_module, "xtrain_explain", model), backend=backend
     )
     compiled._entries = {True: functools.partial(entry, model), False: model}
     breaks = len(torch_compat.graph_breaks())

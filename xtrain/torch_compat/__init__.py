@@ -1,8 +1,9 @@
 """Every use of a torch internal, each with its reason and a contract test per torch version.
 
 By topic: lowering.py inside inductor, backends.py around it, failures.py for what they raise,
-dynamo.py in front of both, running.py for what is asked while a model runs. Nothing imports
-inductor before a compile does: `import xtrain.ops` stays as cheap as `import torch`.
+dynamo.py in front of both, running.py for what is asked while a model runs, transforms.py for vmap
+and forward mode. Nothing imports inductor before a compile does: `import xtrain.ops` stays as cheap
+as `import torch`.
 """
 
 from xtrain.torch_compat.backends import (
@@ -58,6 +59,11 @@ from xtrain.torch_compat.running import (
     real_tensors,
     running_sequence_number,
 )
+from xtrain.torch_compat.transforms import (
+    autograd_kernel,
+    in_function_transform,
+    is_mapped_in_part,
+)
 
 __all__ = [
     "OPAQUE",
@@ -67,6 +73,7 @@ __all__ = [
     "add_compile_cache_tag",
     "any_on_cuda",
     "argument_error",
+    "autograd_kernel",
     "backend_cause",
     "backward_keeps_graph",
     "cache_key_tag",
@@ -83,10 +90,12 @@ __all__ = [
     "has_triton",
     "ignore_logging_calls",
     "in_backward",
+    "in_function_transform",
     "inner_backend",
     "interpreting_backend",
     "is_for_dynamo",
     "is_graph_break",
+    "is_mapped_in_part",
     "is_observed",
     "kernel_starter",
     "last_sequence_number",
