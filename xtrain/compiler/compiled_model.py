@@ -22,6 +22,7 @@ from xtrain import torch_compat
 from xtrain.compiler import data_parallel, entries
 from xtrain.compiler.options import Options
 from xtrain.compiler.report import Report, Site
+from xtrain.compiler.samples import Samples
 from xtrain.compiler.session import Call, Session, SiteError
 from xtrain.compiler.step_keys import ReplayLedger, StepKey, StepKeys
 from xtrain.compiler.strict_checks import (
@@ -170,16 +171,19 @@ class CompiledModel(nn.Module):
 
     def _begin(self, tensors: list[torch.Tensor]) -> Call:
         check_model_unchanged(self._session)
-        batch = next((tensor.shape[0] for tensor in tensors if tensor.ndim), 1)
+        sizes = [tensor.shape[0] for tensor in tensors if tensor.ndim]
+        batch = next((size for size in sizes if size > 1), 1)
+        samples = Samples(tensors)
         if torch_compat.in_backward():
-            return Call(self._replays.find("forward", tensors), batch)
+            return Call(self._replays.find("forward", tensors), batch, samples)
         keys = self._session.keys
         default = 0
-        if not keys.is_bound:
+        is_default = not keys.is_bound
+        if is_default:
             default = data_parallel.first_sample(self._inner, batch, self._group)
         key = keys.advance(default)
         self._replays.record("forward", tensors, key)
-        return Call(key, batch)
+        return Call(key, batch, samples, is_default)
 
     # --- what is the model's --------------------------------------------------------------------
 

@@ -13,8 +13,10 @@ from torch import fx
 
 from xtrain import torch_compat
 from xtrain.compiler.report import Site
+from xtrain.compiler.samples import Places
 from xtrain.compiler.session import Call, Session, SiteError
 from xtrain.passes.insert_residual_dropout import SEEDS, SiteSlot
+from xtrain.passes.sample_places import sample_places
 from xtrain.passes.values import is_parameter
 from xtrain.rng import site_seed
 
@@ -37,10 +39,12 @@ class Seeds:
         self.is_whole = is_entry(module) and not session.per_block
         self.num_rows = sum(slot.covered_by == "xtrain" for slot in slots)
         self.device = torch.device("cpu")
+        seeds = None
         for node in nodes:
             if node.target == SEEDS:
-                self.placeholder = node
+                self.placeholder = seeds = node
                 self.device = node.meta["example_value"].device
+        self._samples, self._outputs = sample_places(module.graph, seeds)
 
     def example(self) -> torch.Tensor:
         """Return a tensor of the seeds input's form."""
@@ -50,7 +54,9 @@ class Seeds:
         """Return `compiled` without its last input, which is made here at each call."""
 
         def run(*inputs: Any) -> Any:
-            return compiled(*inputs, self.tensor(inputs))
+            outputs = compiled(*inputs, self.tensor(inputs))
+            self._note_outputs(inputs, outputs)
+            return outputs
 
         return run
 
@@ -60,9 +66,22 @@ class Seeds:
         def run(*inputs: Any) -> Any:
             if self.session.call is not None:
                 self.numbers(self.session.call, inputs)
-            return compiled(*inputs)
+            outputs = compiled(*inputs)
+            self._note_outputs(inputs, outputs)
+            return outputs
 
-        return run if self.slots else compiled
+        return run if self.slots or not self.is_whole else compiled
+
+    def _note_outputs(self, inputs: Sequence[Any], outputs: Any) -> None:
+        """Tell the graphs behind this one where the samples lie in what they are handed."""
+        call = self.session.call
+        if call is None or self.is_whole or not call.key.first_sample:
+            return
+        dims = call.samples.dims(inputs)
+        for output, state in zip(outputs, self._outputs, strict=False):
+            if isinstance(output, torch.Tensor):
+                places = {state.get(source) for source in dims.items()} - {None}
+                call.samples.note(output, places)
 
     def tensor(self, inputs: Sequence[Any]) -> torch.Tensor:
         """Return a fresh seeds tensor: a buffer changed in place would break a second forward."""
@@ -91,6 +110,7 @@ class Seeds:
         """Return the (seed, offset) pairs of this call, flat, and mark the sites as executed."""
         flat: list[int] = []
         key = call.key
+        row = 0
         for slot, static_block in zip(self.slots, self._blocks, strict=True):
             if not slot.covered_by:
                 continue
@@ -100,7 +120,9 @@ class Seeds:
             if slot.covered_by == "xtrain":
                 offset = 0
                 if key.first_sample:
-                    offset = key.first_sample * self._per_sample(slot, site, call, inputs)
+                    places = self._samples.get(row, {})
+                    offset = key.first_sample * self._per_sample(slot, site, call, inputs, places)
+                row += 1
                 flat += (
                     site_seed(key.base_seed, key.step, site.layer, site.site),
                     _wrap(offset),
@@ -132,15 +154,30 @@ class Seeds:
             "Compile the whole model without graph breaks."
         )
 
-    def _per_sample(self, slot: SiteSlot, site: Site, call: Call, inputs: Sequence[Any]) -> int:
+    def _per_sample(
+        self, slot: SiteSlot, site: Site, call: Call, inputs: Sequence[Any], places: Places
+    ) -> int:
+        """Return how many elements of a site's value are one sample's.
+
+        Raises:   ValueError where nothing shows that they lie one after the other.
+        """
         shape = self._sizes.evaluate(slot.branch_shape, inputs)
-        if shape[0] % call.batch:
+        batch = call.samples.batch(inputs, places)
+        numel = functools.reduce(lambda a, b: a * b, shape, 1)
+        if not batch or numel % batch:
             raise ValueError(
-                f"site {site.name}: its value has shape {shape}, whose leading size is no multiple "
-                f"of the batch of {call.batch}, so first_sample={call.key.first_sample} names no "
-                "element of it. Use first_sample=0, or a model whose batch dimension is first."
+                f"site {site.name}: its value has shape {shape}, and nothing shows that the samples"
+                f" of a batch of {call.batch} lie in it outermost, in order, each in one piece, so "
+                f"first_sample={call.key.first_sample} names no element of it. Use "
+                "set_step(step, first_sample=0), or a model whose batch dimension stays first from "
+                "an argument on."
             )
-        return functools.reduce(lambda a, b: a * b, shape, 1) // call.batch
+        if call.is_default and batch != call.batch:
+            raise ValueError(
+                f"site {site.name}: its batch holds {batch} samples, and rank x batch was taken "
+                f"with {call.batch}; call set_step(step, first_sample) before each training forward"
+            )
+        return numel // batch
 
 
 class _SizeReader:

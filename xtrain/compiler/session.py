@@ -16,6 +16,7 @@ from xtrain.compiler.bypasses import Bypasses
 from xtrain.compiler.dynamic_shapes import ShapeWatch
 from xtrain.compiler.options import Options
 from xtrain.compiler.report import Report, Site
+from xtrain.compiler.samples import Samples
 from xtrain.compiler.step_keys import ReplayLedger, StepKey, StepKeys
 
 # What to do about an op that a backend cannot trace.
@@ -32,10 +33,15 @@ class SiteError(RuntimeError):
 
 @dataclass
 class Call:
-    """One training forward in progress: its key, its batch, the sites that have run so far."""
+    """One training forward in progress: its key, its batch, the sites that have run so far.
+
+    batch is what the arguments suggest, for the default first_sample (is_default) and messages.
+    """
 
     key: StepKey
     batch: int
+    samples: Samples
+    is_default: bool = False
     executed: list[Site] = field(default_factory=list)
     blocks: set[str] = field(default_factory=set)  # that have run by graphs of their own
     _claims: dict[tuple[str, str], int] = field(default_factory=dict)
