@@ -92,17 +92,13 @@ class CompiledModel(nn.Module):
         torch_compat.ignore_logging_calls()
         if per_block:
             entries.compile_each_block(self._session)
-            own["_entries"] = {True: model, False: model}
+            own["_entries"] = {True: model, False: model, None: model}
         else:
             own["_entries"] = {
-                training: entries.compiled_entry(
-                    self._session, training, entries.call_module, model
+                mode: functools.partial(
+                    entries.compiled_entry(self._session, mode, entries.call_module, model), model
                 )
-                for training in (True, False)
-            }
-            own["_entries"] = {
-                training: functools.partial(entry, model)
-                for training, entry in own["_entries"].items()
+                for mode in (True, False, None)
             }
         # A torch.compile around this object breaks its graph here: ours are compiled by themselves.
         own["_forward"] = torch.compiler.disable(self._run, reason=_HAS_GRAPHS)
@@ -151,7 +147,8 @@ class CompiledModel(nn.Module):
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         session: Session = self._session
-        training = self._inner.training
+        mode = session.training_mode()
+        training = mode is not False
         drops = training and session.options.dropout > 0
         tensors = entries.tensors_in(args, kwargs)
         session.last_executed = ()
@@ -160,10 +157,12 @@ class CompiledModel(nn.Module):
         else:
             session.bypasses.warn_of_evaluation(training)
         call = self._begin(tensors) if drops else None
+        if call is not None:
+            call.is_mixed = mode is None
         session.shapes[training].note([tensor for tensor in tensors if tensor.ndim])
         session.shapes[training].mark(None, tensors)
         with _running(session, call), _clean_errors(session), entries.trace_settings(session):
-            result = self._entries[training](*args, **kwargs)
+            result = self._entries[mode](*args, **kwargs)
         if call is not None:
             session.last_executed = tuple(call.executed)
             check_executed(session, call)

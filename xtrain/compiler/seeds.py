@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import sympy
@@ -17,6 +17,7 @@ from xtrain.compiler.samples import Places
 from xtrain.compiler.session import Call, Session, SiteError
 from xtrain.passes.insert_residual_dropout import SEEDS, SiteSlot
 from xtrain.passes.sample_places import sample_places
+from xtrain.passes.switch_dropout import OFF
 from xtrain.passes.values import is_parameter
 from xtrain.rng import site_seed
 
@@ -28,8 +29,16 @@ _LOCAL = re.compile(r"\bL\['(\w+)'\]")
 class Seeds:
     """Fill the seeds input of one graph at each call: a (seed, offset) pair for each site."""
 
-    def __init__(self, session: Session, module: fx.GraphModule, slots: list[SiteSlot]):
+    def __init__(
+        self,
+        session: Session,
+        module: fx.GraphModule,
+        slots: list[SiteSlot],
+        *,
+        switchable: bool = False,
+    ):
         self.session = session
+        self._switchable = switchable
         self.slots = slots
         nodes = [n for n in module.graph.nodes if n.op == "placeholder"]
         self._index = {node: i for i, node in enumerate(nodes)}
@@ -116,6 +125,13 @@ class Seeds:
                 continue
             block = static_block or self.session.block or self._block(slot, inputs)
             site = self.session.site(block, call.claim(block, slot.kind), slot.covered_by)
+            home = self.session.home(block, site, self._parameters(slot, inputs))
+            if self._switchable and not home.training:
+                call.switched_off.append(site)
+                if slot.covered_by == "xtrain":
+                    flat += (0, OFF)
+                    row += 1
+                continue
             call.executed.append(site)
             if slot.covered_by == "xtrain":
                 offset = 0
@@ -129,6 +145,13 @@ class Seeds:
                 )
         return flat
 
+    def _parameters(self, slot: SiteSlot, inputs: Sequence[Any]) -> Iterator[Any]:
+        """The parameters that a branch multiplies by."""
+        for witness in slot.witnesses:
+            position = self._index.get(witness)
+            if position is not None and position < len(inputs):
+                yield inputs[position]
+
     def _static_block(self, slot: SiteSlot) -> str | None:
         """The block that the add's own module path names, for graphs traced from our entry.
 
@@ -140,12 +163,10 @@ class Seeds:
 
     def _block(self, slot: SiteSlot, inputs: Sequence[Any]) -> str:
         """The block that owns the branch's parameters: also right where layers share a graph."""
-        for witness in slot.witnesses:
-            position = self._index.get(witness)
-            if position is not None and position < len(inputs):
-                block = self.session.owner_block(inputs[position])
-                if block is not None:
-                    return block
+        for parameter in self._parameters(slot, inputs):
+            block = self.session.owner_block(parameter)
+            if block is not None:
+                return block
         if slot.path.startswith(ENTRY_ROOT) and not self.session.per_block:
             return slot.path.removeprefix(ENTRY_ROOT).removeprefix(".")
         raise SiteError(

@@ -55,14 +55,14 @@ def check_executed(session: Session, call: Call) -> None:
     """Hold the sites that a forward ran against the report and the blocks against one another."""
     if not session.options.strict:
         return
-    if not call.executed:
+    if not call.executed and not call.switched_off:
         raise SiteError(
             f"dropout={session.options.dropout}, but the training forward of "
             f"{type(session.model).__name__} ran no residual site: none was found, or Dynamo fell "
             "back to eager (TORCH_LOGS=graph_breaks,recompiles says why). Pass strict=False to "
             f"train without dropout.{_said(session)}"
         )
-    executed = set(call.executed)
+    executed = {*call.executed, *call.switched_off}
     missing = [s.name for s in session.sites.values() if s not in executed]
     if missing:
         raise SiteError(

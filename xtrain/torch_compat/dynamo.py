@@ -88,7 +88,7 @@ def fresh_entry(
 def _not_importable(model: torch.nn.Module) -> dict[str, Any] | None:
     """The globals of a model's code that stands in sys.modules under no name, or another's."""
     for kind in dict.fromkeys(map(type, model.modules())):
-        forward = inspect.unwrap(kind.forward)
+        forward = inspect.unwrap(kind.forward)  # type: ignore[attr-defined]
         found = getattr(forward, "__globals__", None)
         if found is not None and "__name__" in found:
             module = sys.modules.get(found["__name__"])
