@@ -118,7 +118,9 @@ def test_samples_that_are_not_outermost_are_refused(name):
         cut(made(Model(NOT_OUTERMOST[name])), torch.randn(4, 8, 16))
 
 
-@pytest.mark.parametrize("name", ["length first", "two views of a batch", "beams tiled"])
+@pytest.mark.parametrize(
+    "name", ["length first", "two views of a batch", "beams tiled", "sorted", "rolled"]
+)
 @pytest.mark.parametrize("length", [6, 8])
 def test_blocks_are_handed_samples_that_are_not_outermost(name, length):
     with pytest.raises(ValueError, match=r"site layers\.0\.feed_forward.*first_sample=2"):

@@ -10,7 +10,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
 from typing import Any
 
@@ -161,12 +161,23 @@ class CompiledModel(nn.Module):
             call.is_mixed = mode is None
         session.shapes[training].note([tensor for tensor in tensors if tensor.ndim])
         session.shapes[training].mark(None, tensors)
-        with _running(session, call), _clean_errors(session), entries.trace_settings(session):
+        with (
+            _running(session, call),
+            _clean_errors(session),
+            entries.trace_settings(session),
+            self._watching(call),
+        ):
             result = self._entries[mode](*args, **kwargs)
         if call is not None:
             session.last_executed = tuple(call.executed)
             check_executed(session, call)
         return result
+
+    def _watching(self, call: Call | None) -> AbstractContextManager[Any]:
+        """Follow the samples through code between blocks, where it matters where they are."""
+        if call is None or not call.key.first_sample or not self._session.per_block:
+            return nullcontext()
+        return call.samples.watching()
 
     def _begin(self, tensors: list[torch.Tensor]) -> Call:
         check_model_unchanged(self._session)

@@ -8,8 +8,13 @@ from typing import Any
 
 import torch
 
+from xtrain import torch_compat
 from xtrain.passes.sample_places import Place, Source
 
+# What can put the rows of a batch in another order.
+_REORDERS = frozenset(
+    "__getitem__ getitem index_select gather take_along_dim flip roll sort flipud rot90".split()
+)
 # source -> (its place in a site's value, whether that is outermost)
 Places = dict[Source, tuple[Any, bool]]
 
@@ -38,6 +43,23 @@ class Samples:
             return
         self._made[id(tensor)] = weakref.ref(tensor), dim
 
+    def watching(self) -> torch_compat.FunctionWatch:
+        """Return a context for code outside of graphs: samples that it reorders have no place."""
+        return torch_compat.FunctionWatch(self._follow)
+
+    def _follow(self, name: str, arguments: Sequence[torch.Tensor], result: Any) -> None:
+        if not isinstance(result, torch.Tensor) or not result.ndim or not arguments:
+            return
+        lost = any(self._is_lost(tensor) for tensor in arguments)
+        if name in _REORDERS and len(arguments) > (name in ("__getitem__", "getitem")):
+            lost |= result.shape[0] in self._sizes and arguments[0].shape[:1] == result.shape[:1]
+        if lost:
+            self._made[id(result)] = weakref.ref(result), None
+
+    def _is_lost(self, tensor: torch.Tensor) -> bool:
+        made, dim = self._made.get(id(tensor), (None, None))
+        return made is not None and made() is tensor and dim is None
+
     def dims(self, inputs: Sequence[Any]) -> dict[int, int]:
         """Return position of an input -> the dimension of it that the samples go along."""
         found = {}
@@ -49,11 +71,11 @@ class Samples:
         return found
 
     def _dim(self, tensor: torch.Tensor) -> int | None:
-        if id(tensor) in self._arguments:
-            return 0
         made, dim = self._made.get(id(tensor), (None, None))
         if made is not None and made() is tensor:
             return dim
+        if id(tensor) in self._arguments:
+            return 0
         if isinstance(tensor, torch.nn.Parameter):
             return None
         leading, *others = tensor.shape

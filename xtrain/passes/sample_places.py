@@ -381,7 +381,7 @@ def _order(node: fx.Node, name: str, rank: int) -> list[int]:
     if name == "permute":
         given = node.args[1:] if len(node.args) > 1 else tuple(node.kwargs.values())[-1:]
         dims = given[0] if len(given) == 1 and isinstance(given[0], tuple | list) else given
-        return [int(d) % rank for d in dims]
+        return [int(d) % rank for d in dims]  # type: ignore[arg-type]
     if name in ("movedim", "moveaxis"):
         a, b = fx_utils.operand(node, 1, "source"), fx_utils.operand(node, 2, "destination")
         order.insert(b % rank, order.pop(a % rank))

@@ -46,6 +46,7 @@ from xtrain.torch_compat.lowering import (
     says_opaque,
 )
 from xtrain.torch_compat.running import (
+    FunctionWatch,
     PlainDispatchMode,
     StorageRef,
     backward_keeps_graph,
@@ -58,6 +59,7 @@ from xtrain.torch_compat.running import (
     raw_stream,
     real_tensors,
     running_sequence_number,
+    unwatched,
 )
 from xtrain.torch_compat.transforms import (
     autograd_kernel,
@@ -67,6 +69,7 @@ from xtrain.torch_compat.transforms import (
 
 __all__ = [
     "OPAQUE",
+    "FunctionWatch",
     "PlainDispatchMode",
     "StorageRef",
     "active_ddp_module",
@@ -112,4 +115,5 @@ __all__ = [
     "source_name",
     "trace_config",
     "trace_overrides",
+    "unwatched",
 ]
