@@ -64,6 +64,8 @@ class Samples:
         """Return position of an input -> the dimension of it that the samples go along."""
         found = {}
         for position, tensor in enumerate(inputs):
+            if isinstance(tensor, torch.nn.Parameter):
+                continue
             if isinstance(tensor, torch.Tensor) and tensor.ndim:
                 dim = self._dim(tensor)
                 if dim is not None:
@@ -76,12 +78,11 @@ class Samples:
             return dim
         if id(tensor) in self._arguments:
             return 0
-        if isinstance(tensor, torch.nn.Parameter):
-            return None
         leading, *others = tensor.shape
         return 0 if leading in self._sizes and leading not in others[:-1] else None
 
-    def batch(self, inputs: Sequence[Any], places: Places) -> int | None:
+    @staticmethod
+    def batch(inputs: Sequence[Any], dims: dict[int, int], places: Places) -> int | None:
         """Return the number of samples of a site's value, None where they are not shown outermost.
 
         A size of 1 beside others is no batch. What is known to lie elsewhere than outermost could
@@ -89,7 +90,7 @@ class Samples:
         """
         seen = [
             (inputs[position].shape[dim], *places[position, dim])
-            for position, dim in self.dims(inputs).items()
+            for position, dim in dims.items()
             if (position, dim) in places
         ]
         if any(size > 1 for size, _, _ in seen):

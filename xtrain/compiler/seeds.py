@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -13,7 +14,6 @@ from torch import fx
 
 from xtrain import torch_compat
 from xtrain.compiler.report import Site
-from xtrain.compiler.samples import Places
 from xtrain.compiler.session import Call, Session, SiteError
 from xtrain.passes.insert_residual_dropout import SEEDS, SiteSlot
 from xtrain.passes.sample_places import sample_places
@@ -23,6 +23,7 @@ from xtrain.rng import site_seed
 
 # The name under which our entry functions hold the model: graphs traced from them say so.
 ENTRY_ROOT = "L['_xtrain_model']"
+log = logging.getLogger("xtrain.passes")
 _LOCAL = re.compile(r"\bL\['(\w+)'\]")
 
 
@@ -53,7 +54,11 @@ class Seeds:
             if node.target == SEEDS:
                 self.placeholder = seeds = node
                 self.device = node.meta["example_value"].device
-        self._samples, self._outputs = sample_places(module.graph, seeds)
+        try:
+            self._samples, self._outputs = sample_places(module.graph, seeds)
+        except Exception:  # then nothing shows where the samples are, and a first_sample is refused
+            log.exception("the samples could not be followed through a graph")
+            self._samples, self._outputs = {}, []
 
     def example(self) -> torch.Tensor:
         """Return a tensor of the seeds input's form."""
@@ -120,6 +125,7 @@ class Seeds:
         flat: list[int] = []
         key = call.key
         row = 0
+        dims = call.samples.dims(inputs) if key.first_sample else {}
         for slot, static_block in zip(self.slots, self._blocks, strict=True):
             if not slot.covered_by:
                 continue
@@ -136,8 +142,8 @@ class Seeds:
             if slot.covered_by == "xtrain":
                 offset = 0
                 if key.first_sample:
-                    places = self._samples.get(row, {})
-                    offset = key.first_sample * self._per_sample(slot, site, call, inputs, places)
+                    batch = call.samples.batch(inputs, dims, self._samples.get(row, {}))
+                    offset = key.first_sample * self._per_sample(slot, site, call, inputs, batch)
                 row += 1
                 flat += (
                     site_seed(key.base_seed, key.step, site.layer, site.site),
@@ -176,14 +182,13 @@ class Seeds:
         )
 
     def _per_sample(
-        self, slot: SiteSlot, site: Site, call: Call, inputs: Sequence[Any], places: Places
+        self, slot: SiteSlot, site: Site, call: Call, inputs: Sequence[Any], batch: int | None
     ) -> int:
         """Return how many elements of a site's value are one sample's.
 
         Raises:   ValueError where nothing shows that they lie one after the other.
         """
         shape = self._sizes.evaluate(slot.branch_shape, inputs)
-        batch = call.samples.batch(inputs, places)
         numel = functools.reduce(lambda a, b: a * b, shape, 1)
         if not batch or numel % batch:
             raise ValueError(
