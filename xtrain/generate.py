@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from xtrain.config import SEED_RANGE, ConfigError, RunConfig
+from xtrain.config import ConfigError, RunConfig
+from xtrain.rng import SEED_RANGE
 from xtrain.strict_read import shown
 
 if TYPE_CHECKING:

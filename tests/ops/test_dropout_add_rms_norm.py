@@ -404,3 +404,20 @@ def test_errors(change, match, compiled):
 def test_errors_seed(bad):
     with pytest.raises(TypeError, match="seed must be an int or a 0-d int64 tensor"):
         dropout_add_rms_norm(torch.ones(2, 4), torch.ones(2, 4), torch.ones(4), 0.1, bad)
+
+
+def test_vmap_draws_the_mask_of_all_rows_together():
+    x, residual, weight = torch.rand(3, 4, 8), torch.rand(3, 4, 8), torch.rand(8)
+
+    def fused(*tensors):
+        return dropout_add_rms_norm(*tensors, 0.5, 3)
+
+    whole = fused(x, residual, weight)
+    for ours, theirs in zip(
+        torch.vmap(fused, (0, 0, None))(x, residual, weight), whole, strict=True
+    ):
+        assert torch.equal(ours, theirs)
+    h, _ = torch.vmap(fused, (None, 0, None))(x[0], residual, weight)
+    assert torch.equal(h, fused(x[:1].expand(3, -1, -1), residual, weight)[0])
+    h, _ = torch.vmap(fused)(x, residual, weight.expand(3, -1))
+    assert torch.equal(h, whole[0])

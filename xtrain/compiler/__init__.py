@@ -66,8 +66,8 @@ def compile(
     Args:     model: any nn.Module, unchanged; it stays usable, without our dropout, by itself.
               dropout: probability of dropping in training; None takes `model.config.dropout` of
               xtrain's own Transformer and 0 for any other model.
-              seed: base seed of the masks; None draws one at each training forward from torch's
-              default CPU generator.
+              seed: base seed of the masks, from -2^63 to 2^64 - 1 as in a training run; None draws
+              one at each training forward from torch's default CPU generator.
               backend: "inductor" | "aot_eager" | "eager": what runs the graphs after the passes.
               kernels: "auto" | "triton" | "off": which form swapped ops take.
               existing: for a site with an active dropout of its own, "skip" it or "replace" it.

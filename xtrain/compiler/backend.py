@@ -17,14 +17,16 @@ from xtrain.compiler.swaps import compile_swapped, passes_of_normalised_graph, w
 from xtrain.compiler.uncovered import counted, refusal, uncovered_sites, unexplained
 from xtrain.passes import fx_utils
 from xtrain.passes.insert_residual_dropout import InsertResult, insert_residual_dropout
+from xtrain.passes.switch_dropout import switch_dropout
 
 
 class Backend:
     """What Dynamo calls with each graph of one mode, training or evaluation."""
 
-    def __init__(self, session: Session, *, training: bool):
+    def __init__(self, session: Session, *, training: bool, switchable: bool = False):
         self.session = session
         self.training = training
+        self.switchable = switchable  # some modules train and others do not
         self.drops = training and session.options.dropout > 0
         # Dynamo shows this name in logs and errors.
         self.__name__ = "xtrain_train" if training else "xtrain_eval"
@@ -72,7 +74,9 @@ class Backend:
         ]
         report.unseeded = list(dict.fromkeys([*report.unseeded, *unseeded]))
         self._check_covered(module, inserted)
-        seeds = Seeds(session, module, inserted.slots)
+        seeds = Seeds(session, module, inserted.slots, switchable=self.switchable)
+        if self.switchable:
+            switch_dropout(module)
         if seeds.num_rows:
             example = torch_compat.fake_like_inputs(inputs, seeds.example())
             seeds.placeholder.meta["example_value"] = example

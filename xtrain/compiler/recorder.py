@@ -4,7 +4,7 @@ Dynamo leaves code to eager where a graph breaks, where a function is under torc
 where it gives up a frame. No graph shows such code, so a sum in it would train without dropout in
 silence. A dispatch mode sees each of its ops, in autograd.Function bodies too; graphs that ran join
 them as they were before our passes. The result is one flat program of the forward, and the account
-(passes/account.py) judges its sums. Recorded: the first training forward, and one behind each that
+(passes/sum_account.py) judges its sums. Recorded: the first training forward, and one behind each that
 compiled something new; tensors are held until it ends.
 """
 
@@ -25,8 +25,8 @@ import xtrain
 from xtrain import torch_compat
 from xtrain.compiler.backend_failures import short_place
 from xtrain.compiler.seeds import SizeReader
-from xtrain.passes.account import Account, Found, Settled, SumEntry
 from xtrain.passes.program import Program, writes_in_place
+from xtrain.passes.sum_account import Found, Settled, SumAccount, SumEntry
 
 _OWN_FOLDERS = (str(Path(torch.__file__).parent), str(Path(xtrain.__file__).parent))
 
@@ -170,7 +170,7 @@ class Recorder(torch_compat.RecordingMode):
         """Whether a single compiled graph was the whole forward: its own account says all."""
         return self.num_graphs == 1 and not self.num_eager_ops
 
-    def judge(self, result: Any, settled: Settled) -> tuple[Account, list[SumEntry]]:
+    def judge(self, result: Any, settled: Settled) -> tuple[SumAccount, list[SumEntry]]:
         """End the program with the forward's result; return its account and what it leaves open.
 
         That is each sum that is unexplained, or would be a site and had no dropout.
@@ -180,7 +180,7 @@ class Recorder(torch_compat.RecordingMode):
             nodes = [n for n in self.program.graph.nodes if not n.users]
         self.program.finish(tuple(nodes))
         origin = self.program.origin
-        account = Account(self.program, lambda node: settled(origin.get(node, node)))
+        account = SumAccount(self.program, lambda node: settled(origin.get(node, node)))
         entries = account.run()
         without = {site.add for site in account.general}
         return account, [e for e in entries if e.verdict == "unexplained" or e.add in without]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from xtrain import torch_compat
 from xtrain.compiler.graph_breaks import breaks_said
@@ -68,6 +70,32 @@ def account_lines(session: Session, recorder: Recorder | None, result: Any) -> l
     return lines
 
 
+def check_can_drop(session: Session, tensors: Sequence[torch.Tensor]) -> None:
+    """Raise where a training forward is called in a way in which no mask can be drawn."""
+    name = type(session.model).__name__
+    if torch_compat.in_function_transform():
+        raise RuntimeError(
+            f"the compiled {name} was called in training under a function transform of torch.func "
+            "(vmap, grad, vjp, jvp), in which its graphs cannot run: call it on the whole batch, "
+            "and take gradients by backward() or torch.autograd.grad"
+        )
+    if any(tensor.is_nested for tensor in tensors):
+        raise TypeError(
+            f"the compiled {name} was given a nested tensor, and masks are drawn for dense values: "
+            "pad its rows (torch.nested.to_padded_tensor) and hand over a mask"
+        )
+
+
+def check_has_values(model: nn.Module, error: Exception) -> None:
+    """Raise instead of an error of the first forward of a model that was left on meta."""
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if tensor.is_meta:
+            raise RuntimeError(
+                f"{name} of {type(model).__name__} is on the meta device and has no values: load "
+                "the weights, or model.to_empty(device=...) and initialise them, before a forward"
+            ) from error
+
+
 def check_executed(session: Session, call: Call, open_sums: list[str]) -> None:
     """Hold the sites that a forward ran against the account and the report.
 
@@ -75,11 +103,11 @@ def check_executed(session: Session, call: Call, open_sums: list[str]) -> None:
     """
     if not session.options.strict:
         return
-    if not call.executed:
+    if not call.executed and not call.switched_off:
         raise SiteError(_nothing_ran(session, open_sums))
     if open_sums:
         raise SiteError(refusal(open_sums, session))
-    executed = set(call.executed)
+    executed = {*call.executed, *call.switched_off}
     missing = [s.name for s in session.sites.values() if s not in executed]
     if missing:
         raise SiteError(

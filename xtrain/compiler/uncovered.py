@@ -14,8 +14,8 @@ from xtrain.compiler.report import SumLine
 from xtrain.compiler.seeds import readable_path
 from xtrain.compiler.session import Session
 from xtrain.compiler.settled import line_of, plain_path
-from xtrain.passes.account import SumEntry
 from xtrain.passes.insert_residual_dropout import InsertResult
+from xtrain.passes.sum_account import SumEntry
 
 _LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n\s*(?P<code>[^\n]*)')
 _PER_BLOCK = (

@@ -128,7 +128,7 @@ def _run(subject: Subject, passes: Sequence[Any], options: dict[str, Any]) -> An
     compiled._session.verify_raises = False
     backend = _WatchedBackend(compiled._session)
     entry = torch.compile(
-        torch_compat.fresh_entry(entries.call_module, "xtrain_explain"), backend=backend
+        torch_compat.fresh_entry(entries.call_module, "xtrain_explain", model), backend=backend
     )
     compiled._entries = {True: functools.partial(entry, model), False: model}
     breaks = len(torch_compat.graph_breaks())

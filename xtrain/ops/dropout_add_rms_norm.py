@@ -28,6 +28,7 @@ from xtrain.ops import registry
 from xtrain.ops.dropout import (
     KERNEL_DTYPES,
     as_int64_scalar,
+    check_mapped,
     check_p,
     compute_dtype,
     dropout_decomposition,
@@ -350,6 +351,7 @@ def _backward(ctx: Any, grad_h: Tensor | None, grad_y: Tensor | None) -> tuple[T
 
 registry.define_autograd(FORWARD, _backward, _setup_context)
 registry.forbid_second_derivative(BACKWARD)
+registry.define_masked_vmap(FORWARD, num_tensors=2, seed=4)
 
 
 def dropout_add_rms_norm(
@@ -381,6 +383,7 @@ def dropout_add_rms_norm(
     """
     seed = as_int64_scalar("seed", seed, x.device)
     offset = as_int64_scalar("offset", offset, x.device)
+    check_mapped("dropout_add_rms_norm", x, residual, seed, offset)
     opaque = registry.opaque(prefers_kernel, x, residual, weight, p, seed, offset, eps, cast=cast)
     return FORWARD(x, residual, weight, p, seed, offset, eps, cast, None, opaque)
 

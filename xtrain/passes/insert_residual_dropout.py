@@ -24,7 +24,6 @@ from torch import fx
 
 from xtrain.ops.dropout import FORWARD as DROPOUT_OP
 from xtrain.passes import fx_utils
-from xtrain.passes.account import Found, Settled, find_sites
 from xtrain.passes.own_dropouts import (
     is_dropped_whole,
     is_masked_by_hand,
@@ -36,6 +35,7 @@ from xtrain.passes.program import writes_in_place
 from xtrain.passes.residual_sites import ResidualSite
 from xtrain.passes.result import PassResult
 from xtrain.passes.spell_out_sums import spell_out_sums
+from xtrain.passes.sum_account import Found, Settled, find_sites
 from xtrain.passes.sums import IN_PLACE_SUM, sum_operands
 from xtrain.passes.values import is_active_dropout, is_xtrain_op, peeled_chain
 

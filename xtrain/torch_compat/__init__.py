@@ -1,8 +1,9 @@
 """Every use of a torch internal, each with its reason and a contract test per torch version.
 
 By topic: lowering.py inside inductor, backends.py around it, failures.py for what they raise,
-dynamo.py in front of both, running.py for what is asked while a model runs. Nothing imports
-inductor before a compile does: `import xtrain.ops` stays as cheap as `import torch`.
+dynamo.py in front of both, running.py for what is asked while a model runs, transforms.py for vmap
+and forward mode. Nothing imports inductor before a compile does: `import xtrain.ops` stays as cheap
+as `import torch`.
 """
 
 from xtrain.torch_compat.backends import (
@@ -48,6 +49,7 @@ from xtrain.torch_compat.lowering import (
     says_opaque,
 )
 from xtrain.torch_compat.running import (
+    FunctionWatch,
     PlainDispatchMode,
     RecordingMode,
     StorageRef,
@@ -62,10 +64,17 @@ from xtrain.torch_compat.running import (
     raw_stream,
     real_tensors,
     running_sequence_number,
+    unwatched,
+)
+from xtrain.torch_compat.transforms import (
+    autograd_kernel,
+    in_function_transform,
+    is_mapped_in_part,
 )
 
 __all__ = [
     "OPAQUE",
+    "FunctionWatch",
     "PlainDispatchMode",
     "RecordingMode",
     "StorageRef",
@@ -73,6 +82,7 @@ __all__ = [
     "add_compile_cache_tag",
     "any_on_cuda",
     "argument_error",
+    "autograd_kernel",
     "backend_cause",
     "backward_keeps_graph",
     "cache_key_tag",
@@ -91,10 +101,12 @@ __all__ = [
     "holds",
     "ignore_logging_calls",
     "in_backward",
+    "in_function_transform",
     "inner_backend",
     "interpreting_backend",
     "is_for_dynamo",
     "is_graph_break",
+    "is_mapped_in_part",
     "is_missing_compiler",
     "is_observed",
     "kernel_starter",
@@ -113,4 +125,5 @@ __all__ = [
     "source_name",
     "trace_config",
     "trace_overrides",
+    "unwatched",
 ]

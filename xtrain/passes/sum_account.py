@@ -107,7 +107,7 @@ class General:
 Settled = Callable[[fx.Node], str]
 
 
-class Account:
+class SumAccount:
     """Judge every sum of a program. `entries` and `general` are the result of `run`."""
 
     def __init__(self, program: Program, settled: Settled = lambda node: ""):
@@ -611,7 +611,7 @@ class Found:
 
     program: Program
     sites: dict[fx.Graph, list[ResidualSite]]
-    account: Account | None = None
+    account: SumAccount | None = None
 
 
 def find_sites(
@@ -632,7 +632,7 @@ def find_sites(
     result = Found(program, found)
     if general == "none":
         return result
-    account = Account(program, lambda node: settled(program.origin.get(node, node)))
+    account = SumAccount(program, lambda node: settled(program.origin.get(node, node)))
     account.run()
     for site in account.general:
         for described in _described(account, site):
@@ -662,7 +662,7 @@ def _find_plain(
             _find_plain(body.graph, inner, settled, found)
 
 
-def _described(account: Account, site: General) -> Iterator[ResidualSite]:
+def _described(account: SumAccount, site: General) -> Iterator[ResidualSite]:
     """The general sites of one add, in the nodes of the graphs that the program was made of."""
     origin = account.program.origin
     add = origin[site.add]
