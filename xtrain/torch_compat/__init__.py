@@ -16,6 +16,8 @@ from xtrain.torch_compat.backends import (
     interpreting_backend,
 )
 from xtrain.torch_compat.dynamo import (
+    ENTER_INFERENCE_MODE,
+    SET_GRAD_ENABLED,
     argument_error,
     backend_cause,
     fresh_entry,
@@ -25,6 +27,7 @@ from xtrain.torch_compat.dynamo import (
     is_for_dynamo,
     is_graph_break,
     mark_dynamic,
+    memory_of,
     num_compiled_graphs,
     source_name,
     trace_config,
@@ -60,8 +63,10 @@ from xtrain.torch_compat.running import (
 )
 
 __all__ = [
+    "ENTER_INFERENCE_MODE",
     "OPAQUE",
     "PlainDispatchMode",
+    "SET_GRAD_ENABLED",
     "StorageRef",
     "active_ddp_module",
     "add_compile_cache_tag",
@@ -93,6 +98,7 @@ __all__ = [
     "leaves_code_to_eager",
     "lower_by_decomposition",
     "mark_dynamic",
+    "memory_of",
     "noting_backward_errors",
     "num_compiled_graphs",
     "position_of_opaque",

@@ -156,3 +156,20 @@ def guarded_float(value: torch.SymFloat) -> float:
     """Return the number that a symbolic float stands for, guarding that it stays that number."""
     float(value)  # the guard; what it returns went through decimal digits
     return float(value.node.hint)
+
+
+# What Dynamo calls in a graph where code enters or leaves no_grad, enable_grad, set_grad_enabled;
+# where it enters inference_mode, with whether it does.
+SET_GRAD_ENABLED = torch._C._set_grad_enabled
+ENTER_INFERENCE_MODE = torch.autograd.grad_mode._enter_inference_mode
+
+
+def memory_of(tensor: torch.Tensor) -> int | None:
+    """Return what names the memory of a tensor that is alive, fake or real; its views share it.
+
+    None for a tensor that shows none: one within a functorch transform, a sparse one.
+    """
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return None
