@@ -259,8 +259,23 @@ def _states_of(graph: fx.Graph, start: State) -> dict[fx.Node, State]:
                 entered[node] = (node.target, node.args, repr(node.kwargs))
         else:
             continue
-        state = State(grad, (*start.contexts, *entered.values()))
+        state = State(grad, _in_effect((*start.contexts, *entered.values())))
     return states
+
+
+def _in_effect(contexts: tuple[Context, ...]) -> tuple[Context, ...]:
+    """What contexts, outermost first, come to: of autocast the innermost for each device, if it
+    changes anything.
+    """
+    others = tuple(c for c in contexts if c[0] is not torch_compat.ENTER_AUTOCAST)
+    casts = {c[1][0]: c for c in contexts if c[0] is torch_compat.ENTER_AUTOCAST}
+    changed = []
+    for device, (enter, (_, dtype, enabled, *_), *_) in casts.items():
+        dtype = (dtype or torch.get_autocast_dtype(device)) if enabled else None
+        outside = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        if dtype != outside:
+            changed.append((enter, (device, dtype, enabled)))
+    return (*others, *changed)
 
 
 def _is_inference(context: Context) -> bool:

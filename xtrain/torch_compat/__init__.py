@@ -16,6 +16,7 @@ from xtrain.torch_compat.backends import (
     interpreting_backend,
 )
 from xtrain.torch_compat.dynamo import (
+    ENTER_AUTOCAST,
     ENTER_INFERENCE_MODE,
     SET_GRAD_ENABLED,
     argument_error,
@@ -63,6 +64,7 @@ from xtrain.torch_compat.running import (
 )
 
 __all__ = [
+    "ENTER_AUTOCAST",
     "ENTER_INFERENCE_MODE",
     "OPAQUE",
     "PlainDispatchMode",

@@ -159,8 +159,9 @@ def guarded_float(value: torch.SymFloat) -> float:
 
 
 # What Dynamo calls in a graph where code enters or leaves no_grad, enable_grad, set_grad_enabled;
-# where it enters inference_mode, with whether it does.
+# where it enters autocast (device, dtype, enabled, ...) and inference_mode (whether it does).
 SET_GRAD_ENABLED = torch._C._set_grad_enabled
+ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
 ENTER_INFERENCE_MODE = torch.autograd.grad_mode._enter_inference_mode
 
 
