@@ -604,3 +604,14 @@ def test_views_of_constants_are_noops_under_no_grad_too():
 
     module = graph_of(model, torch.randn(B, T, H))
     assert not calls(module, "view") and len(calls(module, "getitem")) == 1
+
+
+def test_a_view_that_leaves_a_graph_under_no_grad_stays_a_view():
+    """Without it the graph would hand out its input itself, which carries a gradient."""
+
+    def model(x):
+        return x[:, 0:], x.view(x.shape).sum()
+
+    with torch.no_grad():
+        module = graph_of(model, torch.randn(B, T, H, requires_grad=True))
+    assert len(calls(module, "getitem")) == 1 and not calls(module, "view")

@@ -43,7 +43,7 @@ from xtrain.passes.remove_noop_views import remove_noop_views
 B, T, N, M, H, V = 2, 4, 4, 2, 4, 7
 D = N * H
 
-# --- formulas, a line a step: of x, y, z, r [B, T, D], w [D], head [V, D], targets [B, T] ----------
+# --- formulas, a line a step: of x, y, z, r [B, T, D], w [D], head [V, D], targets [B, T] -------
 
 
 def wide(x: Tensor) -> Tensor:

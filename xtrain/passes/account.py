@@ -213,7 +213,9 @@ class Account:
             writes = self.writes_into(node)
             if any(w in node.users for w in writes) or not self.are_over(node):
                 raise Refused(WRITTEN)
-        if self._is_uniform or not any(map(self.carries, replaced.values())):
+        if not any(map(self.carries, replaced.values())):
+            return
+        if self._is_uniform and (self.state(match[0]).grad or not self._leave(replaced)):
             return
         readers = [self._states[user] for old in replaced for user in old.users]
         for node in match:
@@ -223,6 +225,12 @@ class Account:
             if any(reader.contexts != own.contexts for reader in readers):
                 raise Refused(CONTEXT)
 
+    def _leave(self, values: Iterable[fx.Node]) -> bool:
+        """Whether one of these values, or a view of it, is an output of the graph."""
+        output = next(n for n in reversed(self.graph.nodes) if n.op == "output")
+        left = {m for n in output.all_input_nodes for m in self.memories(n)}
+        return any(self.memories(value) & left for value in values)
+
 
 def accounts_of(module: fx.GraphModule) -> Iterator[tuple[fx.GraphModule, Account]]:
     """Yield a graph and every body below it with its account; a body starts in its call's state."""
@@ -231,7 +239,8 @@ def accounts_of(module: fx.GraphModule) -> Iterator[tuple[fx.GraphModule, Accoun
         account = Account(part.graph, starts.get(part.graph, State(True)))
         for node in part.graph.nodes:
             for body in called_bodies(node):
-                starts.setdefault(body.graph, account.state(node))
+                if body.graph not in starts or account.state(node).grad:
+                    starts[body.graph] = account.state(node)
         yield part, account
 
 
@@ -256,11 +265,16 @@ def _states_of(graph: fx.Graph, start: State) -> dict[fx.Node, State]:
                 for enter in left:
                     del entered[enter]
             else:
-                entered[node] = (node.target, node.args, repr(node.kwargs))
+                entered[node] = _context_of(node)
         else:
             continue
         state = State(grad, _in_effect((*start.contexts, *entered.values())))
     return states
+
+
+def _context_of(enter: fx.Node) -> Context:
+    known = torch_compat.ENTER_AUTOCAST, torch_compat.ENTER_INFERENCE_MODE
+    return enter.target, enter.args if enter.target in known else repr((enter.args, enter.kwargs))
 
 
 def _in_effect(contexts: tuple[Context, ...]) -> tuple[Context, ...]:
@@ -270,7 +284,7 @@ def _in_effect(contexts: tuple[Context, ...]) -> tuple[Context, ...]:
     others = tuple(c for c in contexts if c[0] is not torch_compat.ENTER_AUTOCAST)
     casts = {c[1][0]: c for c in contexts if c[0] is torch_compat.ENTER_AUTOCAST}
     changed = []
-    for device, (enter, (_, dtype, enabled, *_), *_) in casts.items():
+    for device, (enter, (_, dtype, enabled, *_)) in casts.items():
         dtype = (dtype or torch.get_autocast_dtype(device)) if enabled else None
         outside = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         if dtype != outside:

@@ -195,7 +195,9 @@ def _swap(pair: list[_Ready], place: fx.Node, forms: Forms, account: Account) ->
         results = [_output(r, result) for r, result in zip(pair, results, strict=True)]
     for r, result in zip(pair, results, strict=True):
         check_same_form(result, r.turn.last)
-    account.settle({r.turn.last: result for r, result in zip(pair, results, strict=True)})
+    replaced = {r.turn.last: result for r, result in zip(pair, results, strict=True)}
+    # One pair of tables serves both, whoever made the views of it that the second reads.
+    account.settle(replaced, constants=[t for r in pair for t in (r.turn.cos, r.turn.sin)])
     return form
 
 
