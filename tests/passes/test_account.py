@@ -249,9 +249,17 @@ def result_is_written_through_a_view(x, weight):
     return y * weight.sum()
 
 
+def attention_is_written(x, weight):
+    q = x.view(B, T, N, H).transpose(1, 2)
+    y = attend(q, 2 * q, q, is_causal=True)
+    y.mul_(1.5)
+    return y.detach().sum() * weight
+
+
 @pytest.mark.parametrize(
     "function",
     [
+        attention_is_written,
         square_is_written,
         activation_is_written_through_a_view,
         a_body_writes,

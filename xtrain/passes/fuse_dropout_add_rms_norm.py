@@ -20,7 +20,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from xtrain.ops import OPS
-from xtrain.passes.account import WRITTEN, Account
+from xtrain.passes.account import Account
 from xtrain.passes.forms import Forms, emit, emit_getitem, emit_op, values_of
 from xtrain.passes.fx_utils import DROPOUT, op_name, operand, tensor_meta
 from xtrain.passes.match import Refused, add_of, dtype_of, known_dtype
@@ -46,8 +46,6 @@ def fuse_dropout_add_rms_norm(
         if addends is None or not all(tensor_meta(a) is not None for a in addends):
             return None  # the norm of something else: an embedding, a projection
         assert isinstance(h, fx.Node)
-        if account.writes_into(h):
-            raise Refused(WRITTEN)  # the op keeps its sum for the backward
         return _fuse(node, h, addends, forms, account)
 
     return swap_each(graph, swap)
