@@ -150,7 +150,7 @@ def test_backward_of_one_result_alone(device):
     q, k = (torch.randn(1, 2, 3, 8, device=device, requires_grad=True) for _ in range(2))
     cos, sin = tables(angles(3, pairs=4), device=device)
     first, second = rope_qk(q, k, cos, sin)
-    grad_q, grad_k = torch.autograd.grad(first.sum(), (q, k), allow_unused=True)
+    grad_q, grad_k = torch.autograd.grad(first.sum(), (q, k), retain_graph=True, allow_unused=True)
     expected = truth(torch.ones_like(q), cos, sin, "half", sign=-1)
     torch.testing.assert_close(grad_q.double(), expected, rtol=0, atol=1e-6)
     assert grad_k is None  # as if k were turned by a call of its own
