@@ -542,8 +542,7 @@ def test_a_loss_with_gradients_enabled_inside_no_grad_has_them():
         run(module, x, y, w)[0].backward()
     found, x.grad, y.grad = (x.grad, y.grad), None, None
     model(x, y, w).backward()
-    assert_close(found[0], x.grad)
-    assert_close(found[1], y.grad)
+    assert all(torch.allclose(a, b) for a, b in zip(found, (x.grad, y.grad), strict=True))
 
 
 # --- what normalise takes out -------------------------------------------------------------------
@@ -583,16 +582,6 @@ def add_in_place(x):
 @pytest.mark.parametrize("wrapped", [lambda f: f, inside_a_checkpoint])
 def test_what_cuts_a_gradient_is_no_noop(function, wrapped):
     swaps_as_eager(wrapped(function), torch.randn(B, T, H).double())
-
-
-def test_views_of_constants_are_noops_under_no_grad_too():
-    def model(x):
-        with torch.no_grad():
-            table = torch.arange(T, dtype=x.dtype).view(T)[0:]
-        return x * table[:, None]
-
-    module = graph_of(model, torch.randn(B, T, H))
-    assert not calls(module, "view") and len(calls(module, "getitem")) == 1
 
 
 def test_a_view_that_leaves_a_graph_under_no_grad_stays_a_view():
