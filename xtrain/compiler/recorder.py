@@ -3,9 +3,9 @@
 Dynamo leaves code to eager where a graph breaks, where a function is under torch.compiler.disable,
 where it gives up a frame. No graph shows such code, so a sum in it would train without dropout in
 silence. A dispatch mode sees each of its ops, in autograd.Function bodies too; graphs that ran join
-them as they were before our passes. The result is one flat program of the forward, and the account
-(passes/sum_account.py) judges its sums. Recorded: the first training forward, and one behind each that
-compiled something new; tensors are held until it ends.
+them as they were before our passes. The result is one flat program of the forward, whose sums the
+account judges (passes/sum_account.py). Recorded: the first training forward, and one behind each
+that compiled something new; tensors are held until it ends.
 """
 
 from __future__ import annotations

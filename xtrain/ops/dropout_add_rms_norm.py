@@ -346,7 +346,9 @@ def _backward(ctx: Any, grad_h: Tensor | None, grad_y: Tensor | None) -> tuple[T
     grad_x, grad_residual, grad_weight = BACKWARD(h, weight, grad_h, grads_y, *arguments)
     if shares_gradient(ctx.p, *ctx.dtypes):
         grad_x = grad_residual
-    return grad_x, grad_residual, grad_weight, *[None] * 7
+    # A norm that nobody reads gives its weight no gradient: zeros would be, to an optimiser that
+    # decays weights, another thing.
+    return grad_x, grad_residual, grad_weight if grads_y else None, *[None] * 7
 
 
 registry.define_autograd(FORWARD, _backward, _setup_context)

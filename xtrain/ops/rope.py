@@ -271,23 +271,28 @@ BACKWARD_QK = registry.define_op(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     *_, cos, sin, ctx.layout, ctx.opaque = inputs
     ctx.save_for_backward(cos, sin)
+    ctx.set_materialize_grads(False)  # what nobody reads has no gradient, and gets no zeros
 
 
-def _derivative(op: torch._ops.OpOverload) -> Any:
-    """Return backward(ctx, grad...) for a map whose transpose is `op`."""
+def _derivative(one: torch._ops.OpOverload, both: torch._ops.OpOverload) -> Any:
+    """Return backward(ctx, grad...) for a map whose transpose is `one`, of two tensors `both`."""
 
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        turned = op(*grads, *ctx.saved_tensors, ctx.layout, ctx.opaque)
-        return *((turned,) if isinstance(turned, Tensor) else turned), None, None, None, None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        rest = *ctx.saved_tensors, ctx.layout, ctx.opaque
+        if len(grads) == 2 and all(grad is not None for grad in grads):
+            turned = both(*grads, *rest)
+        else:
+            turned = [None if grad is None else one(grad, *rest) for grad in grads]
+        return *turned, None, None, None, None
 
     return backward
 
 
 # Each of a pair is the other's transpose, so second derivatives come for nothing.
-registry.define_autograd(FORWARD, _derivative(BACKWARD), _setup_context)
-registry.define_autograd(BACKWARD, _derivative(FORWARD), _setup_context)
-registry.define_autograd(FORWARD_QK, _derivative(BACKWARD_QK), _setup_context)
-registry.define_autograd(BACKWARD_QK, _derivative(FORWARD_QK), _setup_context)
+registry.define_autograd(FORWARD, _derivative(BACKWARD, BACKWARD_QK), _setup_context)
+registry.define_autograd(BACKWARD, _derivative(FORWARD, FORWARD_QK), _setup_context)
+registry.define_autograd(FORWARD_QK, _derivative(BACKWARD, BACKWARD_QK), _setup_context)
+registry.define_autograd(BACKWARD_QK, _derivative(FORWARD, FORWARD_QK), _setup_context)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, *, layout: str = "half") -> Tensor:

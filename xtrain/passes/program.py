@@ -1,8 +1,8 @@
 """One flat graph of a forward: bodies of checkpoints stand where they are called.
 
-It is only read (passes/sum_account.py). What is written in place is a new value for whoever reads it
-behind the write, so that edges alone tell what a value is made of. A graph is a program by itself;
-compiler/recorder.py joins those that graph breaks leave with what ran between them.
+It is only read, by passes/sum_account.py. What is written in place is a new value for whoever reads
+it behind the write, so that edges alone tell what a value is made of. A graph is a program by
+itself; compiler/recorder.py joins those that graph breaks leave with what ran between them.
 """
 
 from __future__ import annotations

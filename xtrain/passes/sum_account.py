@@ -59,6 +59,7 @@ Verdict = Literal["site", "left", "unexplained"]
 # The rules by which a sum is left alone, as reports name them.
 INSIDE_A_BRANCH = "inside the branch of a site"
 EARLIER_VALUE = "adds an earlier value of the stream, or forms of one value"
+JOINED = "joins streams that were kept side by side"
 MODULATED = "adds to a stream what does not read it"
 SCORES = "attention scores: only softmax reads it"
 MIXED_VALUES = "queries, keys or values: only attention reads it"
@@ -381,6 +382,8 @@ class SumAccount:
         if streams and len(streams) == len(branches):
             return SumEntry(add, "left", MODULATED)
         branches = [a for a in branches if a not in streams]
+        if self._are_parts(addends, root):
+            return SumEntry(add, "left", JOINED)
         seen = _said(found)
         is_stacked = stack_summed_by(add) is not None or fx_utils.op_name(add) in _SUMS_OVER_DIM
         if not skips or not all(map(_can_be_dropped, branches)) or is_stacked:
@@ -412,6 +415,22 @@ class SumAccount:
             if inner is None or inner.nearest != _COMPUTED:
                 return True
         return False
+
+    def _are_parts(self, addends: list[fx.Node], root: fx.Node) -> bool:
+        """Whether addends have nothing in common but a stack of streams that each takes one of."""
+        ndim = _ndim(root)
+        labels = [self._labels(a, set()) for a in addends]
+        stacks = {n for n in labels[0] if _ndim(n) > ndim and all(n in known for known in labels)}
+        if not stacks:
+            return False
+        last = max(stacks, key=self.order.__getitem__)
+        if self.order[last] < self.order[root]:
+            return False
+        labels = [self._labels(a, {last}) for a in addends]
+        return not any(
+            _ndim(n) >= 2 and n is not last and n in self.live
+            for n in set.intersection(*(set(known) for known in labels))
+        )
 
     def goes_on(self, add: fx.Node) -> bool:
         """Whether a sum reaches a result as a stream does: by no way through parameters alone."""

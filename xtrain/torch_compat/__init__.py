@@ -17,6 +17,9 @@ from xtrain.torch_compat.backends import (
     interpreting_backend,
 )
 from xtrain.torch_compat.dynamo import (
+    ENTER_AUTOCAST,
+    ENTER_INFERENCE_MODE,
+    SET_GRAD_ENABLED,
     argument_error,
     backend_cause,
     fresh_entry,
@@ -27,6 +30,7 @@ from xtrain.torch_compat.dynamo import (
     is_for_dynamo,
     is_graph_break,
     mark_dynamic,
+    memory_of,
     num_compiled_graphs,
     source_name,
     trace_config,
@@ -73,10 +77,13 @@ from xtrain.torch_compat.transforms import (
 )
 
 __all__ = [
+    "ENTER_AUTOCAST",
+    "ENTER_INFERENCE_MODE",
     "OPAQUE",
     "FunctionWatch",
     "PlainDispatchMode",
     "RecordingMode",
+    "SET_GRAD_ENABLED",
     "StorageRef",
     "active_ddp_module",
     "add_compile_cache_tag",
@@ -114,6 +121,7 @@ __all__ = [
     "leaves_code_to_eager",
     "lower_by_decomposition",
     "mark_dynamic",
+    "memory_of",
     "noting_backward_errors",
     "num_compiled_graphs",
     "num_writes",

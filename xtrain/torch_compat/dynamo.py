@@ -186,3 +186,21 @@ def holds(comparison: bool | torch.SymBool) -> bool:
     from torch.fx.experimental.symbolic_shapes import guard_or_false
 
     return guard_or_false(comparison)
+
+
+# What Dynamo calls in a graph where code enters or leaves no_grad, enable_grad, set_grad_enabled;
+# where it enters autocast (device, dtype, enabled, ...) and inference_mode (whether it does).
+SET_GRAD_ENABLED = torch._C._set_grad_enabled
+ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
+ENTER_INFERENCE_MODE = torch.autograd.grad_mode._enter_inference_mode
+
+
+def memory_of(tensor: torch.Tensor) -> int | None:
+    """Return what names the memory of a tensor that is alive, fake or real; its views share it.
+
+    None for a tensor that shows none: one within a functorch transform, a sparse one.
+    """
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return None
