@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from xtrain import torch_compat
 from xtrain.passes import fx_utils
-from xtrain.passes.match import Writes
+from xtrain.passes.account import accounts_of
 
 _WIDE = {
     torch.float16: torch.float64,
@@ -224,10 +224,9 @@ def _copies(values: Sequence[Any], shared: Sequence[bool], *, in_double: bool) -
 
 def may_write(module: fx.GraphModule) -> bool:
     """Whether a graph may write into memory that is there before it, a parameter's even."""
-    for part in fx_utils.walk_graphs(module):
-        writes = Writes(part.graph)
+    for part, account in accounts_of(module):
         for node in part.graph.nodes:
-            if writes.into(node):
+            if account.writes_into(node):
                 return True
             target = node.target
             if isinstance(target, torch._ops.OpOverloadPacket):
