@@ -15,7 +15,7 @@ from xtrain.compiler.seeds import readable_path
 from xtrain.compiler.session import Session
 from xtrain.compiler.settled import line_of, plain_path
 from xtrain.passes.insert_residual_dropout import InsertResult
-from xtrain.passes.sum_account import SumEntry
+from xtrain.passes.sum_account import OPAQUE, SumEntry
 
 _LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n\s*(?P<code>[^\n]*)')
 _PER_BLOCK = (
@@ -51,6 +51,12 @@ def unexplained(entry: SumEntry) -> str:
     """Return a line for a sum that may be a residual site: what was seen, and how to settle it."""
     add = entry.add
     place = plain_path(add) or short_place(line_of(add))
+    if entry.rule == OPAQUE:
+        return (
+            f"the op at {place_of(add)} takes and returns a stream, and {entry.seen}: it may hold a "
+            f"residual sum. Write the sum outside of it, or say that it holds none: "
+            f"sums={{{place!r}: 'leave'}}"
+        )
     return (
         f"the add at {place_of(add)} may be a residual site: {entry.seen}. "
         f"{_SETTLE.format(place=place)}"

@@ -22,6 +22,7 @@ from typing import Literal
 import torch
 from torch import fx
 
+from xtrain import torch_compat
 from xtrain.ops.dropout import FORWARD as DROPOUT_OP
 from xtrain.passes import fx_utils
 from xtrain.passes.own_dropouts import (
@@ -44,6 +45,10 @@ SEEDS = "xtrain_seeds"
 _VIEWS = (fx_utils.VIEW_LIKE - {"clone"}) | {"getitem", "slice", "narrow", "chunk", "split"}
 # Where torch's attention functions take the probability of dropping attention probabilities.
 _ATTENTION_P = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
+_TRANSFORMED = (
+    "inside a transform of torch.func (vmap), where the rows of a batch would share a mask; call the "
+    "module on the whole batch"
+)
 _IN_PART = (
     "the model's own dropout ({}) drops a part of this branch and leaves the rest; pass "
     "existing='replace' to have one mask over the whole"
@@ -149,6 +154,8 @@ class _Inserter:
         meta = fx_utils.tensor_meta(site.branch)
         assert meta is not None
         slot = SiteSlot(site.kind, site.path, site.origin, site.witnesses, meta.shape, "xtrain")
+        if torch_compat.is_transformed(meta):
+            return replace(slot, covered_by="", reason=_TRANSFORMED)
         owns: list[fx.Node] = []
         if site.own is not None:
             owns = list(own_dropouts(site.branch, site.residual, self.adds))

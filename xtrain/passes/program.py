@@ -31,6 +31,7 @@ class Program:
         self.graph = fx.Graph()
         self.origin: dict[fx.Node, fx.Node] = {}
         self.branches: dict[fx.Node, set[fx.Node]] = {}
+        self._items: dict[tuple[fx.Node, int], fx.Node] = {}
 
     @classmethod
     def of(cls, module: fx.GraphModule) -> Program:
@@ -71,8 +72,12 @@ class Program:
                 values[node] = inner
             elif is_item(node) and isinstance(values[node.args[0]], tuple | list):
                 values[node] = values[node.args[0]][node.args[1]]
+            elif is_item(node) and (values[node.args[0]], node.args[1]) in self._items:
+                values[node] = self._items[values[node.args[0]], node.args[1]]
             else:
-                values[node] = copy(node, values)
+                values[node] = copied = copy(node, values)
+                if is_item(node):  # one value, however often code takes it
+                    self._items[values[node.args[0]], node.args[1]] = copied
                 self._write(node, values)
         return None
 

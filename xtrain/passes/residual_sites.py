@@ -26,7 +26,7 @@ Post-dominance is not asked for: an auxiliary router loss bypasses the stream.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,7 +35,7 @@ from torch import fx
 from xtrain.passes import fx_utils
 from xtrain.passes.branch_kind import branch_kind
 from xtrain.passes.own_dropouts import own_dropout
-from xtrain.passes.roots import gated_roots, is_fresh, wholes
+from xtrain.passes.roots import gated_roots, is_fresh, mixed_streams, wholes
 from xtrain.passes.stacks import stack_summed_by
 from xtrain.passes.sum_readers import is_no_stream
 from xtrain.passes.sums import Blend, blend, held_operands, is_gathered, is_sum, sum_operands
@@ -53,6 +53,7 @@ from xtrain.passes.values import (
     peel,
     same_shape,
 )
+from xtrain.rng import CROSS_ATTENTION
 
 
 @dataclass(frozen=True)
@@ -266,7 +267,13 @@ class _Finder:
 
     def _reach(self, root: fx.Node, last: int) -> dict[fx.Node, bool]:
         """Nodes up to position `last` that depend on root -> whether through a contraction."""
-        reached = {root: False} | self._reached_outside(root)
+        return self._reach_of([root], last)
+
+    def _reach_of(self, roots: Iterable[fx.Node], last: int) -> dict[fx.Node, bool]:
+        """The same of several values."""
+        reached: dict[fx.Node, bool] = {}
+        for root in roots:
+            reached |= {root: False} | self._reached_outside(root)
         pending = [*reached]
         while pending:
             node = pending.pop()
@@ -305,6 +312,10 @@ class _Finder:
         chain = carried_chain(node)
         members = set(chain).union(*(self.stream.get(link, ()) for link in chain))
         members |= self._carried_through_body(chain[-1])
+        if (mixed := mixed_streams(chain[-1])) is not None:
+            members |= self._carried(mixed)
+        if len(alone := held_operands(chain[-1])) == 1:  # a weighted sum over a stack of one
+            members |= self._carried(alone[0][1])
         if self.outer is not None and any(link in self.operands for link in members):
             members |= self._carried_into_body(members)
         return members
@@ -351,11 +362,15 @@ class _Finder:
         if self.outer is not None and root in self.operands:
             outside, reached_outside = self._between_outside(root, members)
             members, reached = [*members, *outside], {**reached_outside, **reached}
+        kind = branch_kind(members, reached)
+        if kind == CROSS_ATTENTION:  # keys of an earlier value of the stream are the stream's own
+            earlier = self._reach_of(self._carried(root), self.order[add])
+            kind = branch_kind(members, {**reached, **earlier})
         return ResidualSite(
             add=add,
             branch=branch,
             residual=residual,
-            kind=branch_kind(members, reached),
+            kind=kind,
             own=next(iter(shared), None) or own_dropout(branch, residual, self.adds),
             shared=tuple(shared),
             path=fx_utils.module_path(add),

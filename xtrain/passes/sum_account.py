@@ -24,7 +24,7 @@ from the sum itself, but from its place: whatever lies inside the branch of a si
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -37,6 +37,7 @@ from xtrain.passes.branch_kind import branch_kind
 from xtrain.passes.own_dropouts import own_dropout
 from xtrain.passes.program import Program, is_item, operands, written_into
 from xtrain.passes.residual_sites import ResidualSite, computing_module, find_residual_sites
+from xtrain.passes.roots import mixed_streams
 from xtrain.passes.stacks import stack_summed_by
 from xtrain.passes.sum_readers import (
     is_error_of_a_loss,
@@ -60,6 +61,7 @@ Verdict = Literal["site", "left", "unexplained"]
 INSIDE_A_BRANCH = "inside the branch of a site"
 EARLIER_VALUE = "adds an earlier value of the stream, or forms of one value"
 JOINED = "joins streams that were kept side by side"
+OPAQUE = "an op whose body no graph shows"
 MODULATED = "adds to a stream what does not read it"
 SCORES = "attention scores: only softmax reads it"
 MIXED_VALUES = "queries, keys or values: only attention reads it"
@@ -128,14 +130,19 @@ class SumAccount:
     def run(self) -> list[SumEntry]:
         """Return an entry for each sum that could carry a stream, in running order."""
         entries = [SumEntry(add, "site") for add, found in self.branches.items() if found]
-        candidates = [n for n in self.nodes if n not in self.branches and self._addends(n)]
+        candidates = [
+            n
+            for n in self.nodes
+            if n not in self.branches and (self._addends(n) or self._may_hold_a_sum(n))
+        ]
         spine = self._spine()
         # From the last to the first: what lies inside the branch of a later site is told by it.
         for add in reversed(candidates):
             entry = self._settle(add)
             if entry is None and add not in spine:
                 entry = SumEntry(add, "left", INSIDE_A_BRANCH)
-            entry = entry or self._judge(add)
+            if entry is None:
+                entry = self._judge(add) if self._addends(add) else self._judge_opaque(add)
             if entry is not None:
                 entries.append(entry)
                 if entry.verdict == "site":
@@ -164,6 +171,23 @@ class SumAccount:
             skip = next(iter(skips), None)
         self._add_general(General(add, branches, skip, root))
         return SumEntry(add, "site", settled=True)
+
+    def _may_hold_a_sum(self, node: fx.Node) -> bool:
+        """Whether an op that is not known by its name returns a value of an input's shape."""
+        if not self._is_opaque(node) or fx_utils.tensor_meta(node) is None or _ndim(node) < 2:
+            return False
+        return any(n in self.live and _same_shape(n, _shape(node)) for n in node.all_input_nodes)
+
+    def _judge_opaque(self, node: fx.Node) -> SumEntry | None:
+        """What an opaque op on the spine is: with parameters it may be a whole residual step."""
+        inputs = [n for n in node.all_input_nodes if n in self.live]
+        shared = self._common(node, inputs=inputs) if len(inputs) > 1 else None
+        if shared is None and not any(n in self.parameters for n in node.all_input_nodes):
+            return None
+        name = fx_utils.op_name(node) or str(node.target)
+        if self.settled(node) == "leave":
+            return SumEntry(node, "left", SETTLED, settled=True)
+        return SumEntry(node, "unexplained", OPAQUE, seen=f"the body of {name} is not seen")
 
     def _add_general(self, site: General) -> None:
         self.branches.setdefault(site.add, set()).update(site.branches)
@@ -207,7 +231,7 @@ class SumAccount:
         given = [n for n in node.all_input_nodes if n in self.parameters]
         opaque = self._is_opaque(node)
         carried = None if opaque else form_or_norm_of(node) or part_of(node) or _stacked_form(node)
-        mixed = None if opaque else _mixed_streams(node, self.parameters)
+        mixed = None if opaque else mixed_streams(node)
         matrix = opaque or any(_ndim(p) >= 2 for p in given)
         for source in inputs:
             if source in addends or source is carried or source is mixed:
@@ -332,13 +356,14 @@ class SumAccount:
     def _common(
         self,
         add: fx.Node,
-        blocked: set[fx.Node] = frozenset(),  # type: ignore[assignment]
+        blocked: Iterable[fx.Node] = (),
+        inputs: Sequence[fx.Node] = (),
     ) -> tuple[fx.Node, list[fx.Node], list[Label | None]] | None:
         """The last value of a sum's shape that two addends depend on, one of them by parameters.
 
         Returns:  (R, addends, label of R in each), or None where there is no such value.
         """
-        addends = self._addends(add)
+        addends = list(inputs) or self._addends(add)
         blocked = set(blocked)
         shape = _shape(addends[0] if fx_utils.op_name(add) in _SUMS_OVER_DIM else add)
         labels = [self._labels(a, blocked) for a in addends]
@@ -349,7 +374,7 @@ class SumAccount:
                 if n in self.live
                 and n not in blocked
                 and sum(n in known for known in labels) > 1
-                and _same_shape(n, shape)
+                and (_same_shape(n, shape) or _is_in_part(n, shape, labels))
             ]
             if not common:
                 return None
@@ -382,7 +407,7 @@ class SumAccount:
         if streams and len(streams) == len(branches):
             return SumEntry(add, "left", MODULATED)
         branches = [a for a in branches if a not in streams]
-        if self._are_parts(addends, root):
+        if self._are_parts(add, addends, root):
             return SumEntry(add, "left", JOINED)
         seen = _said(found)
         is_stacked = stack_summed_by(add) is not None or fx_utils.op_name(add) in _SUMS_OVER_DIM
@@ -416,7 +441,7 @@ class SumAccount:
                 return True
         return False
 
-    def _are_parts(self, addends: list[fx.Node], root: fx.Node) -> bool:
+    def _are_parts(self, add: fx.Node, addends: list[fx.Node], root: fx.Node) -> bool:
         """Whether addends have nothing in common but a stack of streams that each takes one of."""
         ndim = _ndim(root)
         labels = [self._labels(a, set()) for a in addends]
@@ -426,11 +451,7 @@ class SumAccount:
         last = max(stacks, key=self.order.__getitem__)
         if self.order[last] < self.order[root]:
             return False
-        labels = [self._labels(a, {last}) for a in addends]
-        return not any(
-            _ndim(n) >= 2 and n is not last and n in self.live
-            for n in set.intersection(*(set(known) for known in labels))
-        )
+        return self._common(add, {last}) is None
 
     def goes_on(self, add: fx.Node) -> bool:
         """Whether a sum reaches a result as a stream does: by no way through parameters alone."""
@@ -525,41 +546,6 @@ def _stacked_form(node: fx.Node) -> fx.Node | None:
     return None
 
 
-def _mixed_streams(node: fx.Node, parameters: set[fx.Node]) -> fx.Node | None:
-    """The stack of streams that a product mixes by coefficients, None for any other product.
-
-    H[n, B, T, D] -> sum_m a[m, n] H[m]: as many values as before, in four dims or more, of which
-    the last one is not summed over. Attention mixes tokens of one stream, in three or by heads.
-    """
-    name = fx_utils.op_name(node)
-    if name not in ("einsum", "matmul", "bmm") or _ndim(node) < 4:
-        return None
-    result = fx_utils.tensor_meta(node)
-    values = [n for n in node.all_input_nodes if n not in parameters]
-    for value in values:
-        given = fx_utils.tensor_meta(value)
-        others = [n for n in node.all_input_nodes if n is not value]
-        if given is None or result is None or len(others) != 1 or _ndim(value) != _ndim(node):
-            continue
-        small = fx_utils.tensor_meta(others[0])
-        if small is None or not _same_count(result, given):
-            continue
-        count = _mixing_size(node, value, small)
-        if count is not None:
-            return value
-    return None
-
-
-def _mixing_size(node: fx.Node, value: fx.Node, coefficients: torch.Tensor) -> int | None:
-    """How many streams are mixed: both last or both other dims of a small square of numbers."""
-    if coefficients.ndim < 2:
-        return None
-    rows, columns = coefficients.shape[-2:]
-    if not (isinstance(rows, int) and isinstance(columns, int) and rows == columns):
-        return None
-    return rows if rows <= 16 and fx_utils.op_name(value) not in fx_utils.SOFTMAX else None
-
-
 def _is_skip(label: Label) -> bool:
     """Whether an addend is the value itself, or a form of it alone."""
     return label.nearest == _CARRIES or (label.nearest == _ALONE and not label.has_parameters)
@@ -598,6 +584,13 @@ def _said(labels: Sequence[Label | None]) -> str:
             how = "is a form of it alone"
         words.append(f"the {_ORDINALS[i] if i < len(_ORDINALS) else f'{i + 1}th'} {how}")
     return f"of a value that its addends have in common, {' and '.join(words)}"
+
+
+def _is_in_part(node: fx.Node, shape: torch.Size, labels: Sequence[dict[fx.Node, Label]]) -> bool:
+    """Whether an addend carries a part of a value on: one of several streams side by side."""
+    if _ndim(node) != len(shape):
+        return False
+    return any(known[node].nearest == _CARRIES for known in labels if node in known)
 
 
 def _can_be_dropped(node: fx.Node) -> bool:

@@ -17,7 +17,7 @@ from torch import fx
 from xtrain.passes import fx_utils
 from xtrain.passes.own_dropouts import own_dropout
 from xtrain.passes.stacks import stack_summed_by, stacked_values
-from xtrain.passes.values import SUB, depends_on_contraction, is_table, same_shape
+from xtrain.passes.values import BUFFERS, SUB, depends_on_contraction, is_table, same_shape
 
 _LERP = frozenset({"lerp", "lerp_"})
 _ADDCMUL = frozenset({"addcmul", "addcmul_"})
@@ -103,7 +103,9 @@ def is_gathered(node: fx.Node) -> bool:
     if fx_utils.op_name(node) not in _SCATTERED:
         return False
     base = fx_utils.operand(node, 0, "input", "self")
-    return isinstance(base, fx.Node) and (is_table(base) or is_gathered(base))
+    if not isinstance(base, fx.Node):
+        return False
+    return fx_utils.op_name(base) in BUFFERS or is_table(base) or is_gathered(base)
 
 
 def _product_operand(node: fx.Node, residual: fx.Node) -> fx.Node | None:

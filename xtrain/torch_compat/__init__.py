@@ -74,9 +74,11 @@ from xtrain.torch_compat.transforms import (
     autograd_kernel,
     in_function_transform,
     is_mapped_in_part,
+    is_transformed,
 )
 
 __all__ = [
+    "is_transformed",
     "ENTER_AUTOCAST",
     "ENTER_INFERENCE_MODE",
     "OPAQUE",

@@ -41,6 +41,11 @@ def _has_tangent(value: Any) -> bool:
     return torch.autograd.forward_ad.unpack_dual(value).tangent is not None
 
 
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor belongs to a level of a transform: a row of vmap's, a dual of jvp's."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
 def in_function_transform() -> bool:
     """Whether the code that runs is under a transform of torch.func: vmap, grad, jvp."""
     return torch._C._functorch.peek_interpreter_stack() is not None
