@@ -53,8 +53,8 @@ def unexplained(entry: SumEntry) -> str:
     place = plain_path(add) or short_place(line_of(add))
     if entry.rule == OPAQUE:
         return (
-            f"the op at {place_of(add)} takes and returns a stream, and {entry.seen}: it may hold a "
-            f"residual sum. Write the sum outside of it, or say that it holds none: "
+            f"the op at {place_of(add)} takes and returns a stream, and {entry.seen}: it may hold "
+            f"a residual sum. Write the sum outside of it, or say that it holds none: "
             f"sums={{{place!r}: 'leave'}}"
         )
     return (

@@ -46,8 +46,8 @@ _VIEWS = (fx_utils.VIEW_LIKE - {"clone"}) | {"getitem", "slice", "narrow", "chun
 # Where torch's attention functions take the probability of dropping attention probabilities.
 _ATTENTION_P = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
 _TRANSFORMED = (
-    "inside a transform of torch.func (vmap), where the rows of a batch would share a mask; call the "
-    "module on the whole batch"
+    "inside a transform of torch.func (vmap), where the rows of a batch would share a mask; call "
+    "the module on the whole batch"
 )
 _IN_PART = (
     "the model's own dropout ({}) drops a part of this branch and leaves the rest; pass "
