@@ -120,7 +120,8 @@ def test_a_sum_of_complex_values(compile_it):
 def names_code(error, function, cause):
     """The refusal names a function, one of its lines, and why no graph holds it."""
     text = str(error)
-    lines, first = inspect.getsourcelines(inspect.unwrap(function))
+    function = inspect.unwrap(function)
+    lines, first = inspect.getsourcelines(function)
     file = function.__code__.co_filename.rpartition("/")[2]
     named = [int(n) for n in re.findall(rf"{re.escape(file)}:(\d+)", text)]
     assert any(first <= line < first + len(lines) for line in named), (first, text)

@@ -13,7 +13,7 @@ from torch import nn
 from xtrain import torch_compat
 from xtrain.compiler.graph_breaks import breaks_said
 from xtrain.compiler.session import Call, Session, SiteError, not_there
-from xtrain.compiler.uncovered import counted, left_to_eager, refusal, unexplained
+from xtrain.compiler.uncovered import cause_said, counted, left_to_eager, refusal, unexplained
 from xtrain.passes import INSERT_RESIDUAL_DROPOUT
 
 if TYPE_CHECKING:
@@ -127,9 +127,10 @@ def _nothing_ran(session: Session, open_sums: list[str]) -> str:
         said += f"Dynamo fell back to eager ({'; '.join(open_sums[:3])})"
     else:
         said += "no branch with parameters is added back onto the value that it reads"
+    cause = cause_said(session)
     return (
-        f"{said}. TORCH_LOGS=graph_breaks,recompiles says what torch.compile left out; "
-        f"dropout=0 trains without any.{_said(session)}"
+        f"{said}. {f'{cause}. ' * bool(cause)}TORCH_LOGS=graph_breaks,recompiles says what "
+        f"torch.compile left out; dropout=0 trains without any.{session.failures_said()}"
     )
 
 

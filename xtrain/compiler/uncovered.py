@@ -76,16 +76,20 @@ def left_to_eager(entry: SumEntry) -> str:
 
 def refusal(lines: list[str], session: Session) -> str:
     """Return the message of the error that strict mode raises for these lines."""
-    cause = breaks_said(session.num_breaks_before)
-    if cause:
-        cause += " (TORCH_LOGS=graph_breaks shows where a graph broke)"
-    elif session.per_block:
-        cause = _PER_BLOCK
+    cause = cause_said(session)
     advice = "strict=False trains without dropout there, and lists it in the report"
     return (
         f"a residual site gets no dropout: {'; '.join(lines)}. {f'{cause}. ' * bool(cause)}"
         f"{advice}.{session.failures_said()}"
     )
+
+
+def cause_said(session: Session) -> str:
+    """Return why code of a model was left to eager, as far as that is known, without a full stop."""
+    cause = breaks_said(session.num_breaks_before)
+    if cause:
+        return cause + " (TORCH_LOGS=graph_breaks shows where a graph broke)"
+    return _PER_BLOCK if session.per_block else ""
 
 
 def place_of(node: fx.Node) -> str:
