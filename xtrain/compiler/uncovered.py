@@ -85,7 +85,7 @@ def refusal(lines: list[str], session: Session) -> str:
 
 
 def cause_said(session: Session) -> str:
-    """Return why code of a model was left to eager, as far as that is known, without a full stop."""
+    """Return why code of a model was left to eager, as far as that is known, "" if it is not."""
     cause = breaks_said(session.num_breaks_before)
     if cause:
         return cause + " (TORCH_LOGS=graph_breaks shows where a graph broke)"
