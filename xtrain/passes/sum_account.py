@@ -133,7 +133,9 @@ class SumAccount:
         candidates = [
             n
             for n in self.nodes
-            if n not in self.branches and (self._addends(n) or self._may_hold_a_sum(n))
+            if n not in self.branches
+            and stack_summed_by(n) not in self.branches
+            and (self._addends(n) or self._may_hold_a_sum(n))
         ]
         spine = self._spine()
         # From the last to the first: what lies inside the branch of a later site is told by it.
@@ -231,10 +233,11 @@ class SumAccount:
         given = [n for n in node.all_input_nodes if n in self.parameters]
         opaque = self._is_opaque(node)
         carried = None if opaque else form_or_norm_of(node) or part_of(node) or _stacked_form(node)
+        carries_all = fx_utils.op_name(node) in _STACKS or stack_summed_by(node) is not None
         mixed = None if opaque else mixed_streams(node)
         matrix = opaque or any(_ndim(p) >= 2 for p in given)
         for source in inputs:
-            if source in addends or source is carried or source is mixed:
+            if carries_all or source in addends or source is carried or source is mixed:
                 yield (source, _CARRIES, bool(given))
             else:
                 yield (source, _COMPUTED if matrix else _ALONE, bool(given) or opaque)
