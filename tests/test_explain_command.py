@@ -157,7 +157,7 @@ def test_verify_prints_its_verdict_and_a_failure_is_exit_code_1(tmp_path, capsys
     monkeypatch.setattr(swaps, "_SWAPS", tuple(changed))
     assert main(arguments) == 1
     (said,) = re.findall(r"^verified: .*", capsys.readouterr().out, re.M)
-    assert "; FAILED: output 0 is off by " in said and "by use_triton_rope" in said
+    assert "; FAILED: the loss is off by " in said and "by use_triton_rope" in said
     (failure,) = json.loads((tmp_path / "found.json").read_text())["verification"]["failures"]
     assert failure in said
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from xtrain import torch_compat
-from xtrain.compiler.graph_breaks import breaks_said
+from xtrain.compiler.graph_breaks import BY_CHANCE, breaks_said
 from xtrain.compiler.session import Call, Session, SiteError, not_there
 from xtrain.compiler.uncovered import cause_said, counted, left_to_eager, refusal, unexplained
 from xtrain.passes import INSERT_RESIDUAL_DROPOUT
@@ -112,10 +112,18 @@ def check_executed(session: Session, call: Call, open_sums: list[str]) -> None:
     if missing:
         raise SiteError(
             f"a training forward ran {len(executed)} residual sites of {len(session.sites)}; "
-            f"missing: {', '.join(missing[:5])}. A part of the model was skipped, or Dynamo fell "
-            "back to eager there (TORCH_LOGS=graph_breaks,recompiles says why). strict=False "
-            f"accepts it.{_said(session)}"
+            f"missing: {', '.join(missing[:5])}. {_left_out(session, call)}A part of the model was "
+            "skipped, or Dynamo fell back to eager there (TORCH_LOGS=graph_breaks,recompiles says "
+            f"why). strict=False accepts it.{_said(session)}"
         )
+
+
+def _left_out(session: Session, call: Call) -> str:
+    """Which blocks did not run at all, where each runs a graph of its own."""
+    paths = [path for path in session.blocks.paths if path not in call.blocks]
+    if not session.per_block or not paths:
+        return ""
+    return f"{', '.join(paths[:5])} did not run in this forward: {BY_CHANCE}. "
 
 
 def _nothing_ran(session: Session, open_sums: list[str]) -> str:

@@ -52,6 +52,7 @@ from xtrain.passes.values import (
     is_xtrain_op,
     parameters_read_by,
     part_of,
+    reads_form_alone,
     same_sizes,
 )
 
@@ -223,7 +224,9 @@ class SumAccount:
         if member is not None:
             yield (member, _CARRIES, False)
             return
-        inputs = [n for n in node.all_input_nodes if n in self.live]
+        inputs = [
+            n for n in node.all_input_nodes if n in self.live and not reads_form_alone(node, n)
+        ]
         if node.target is written_into or (
             is_item(node) and fx_utils.tensor_meta(node.args[0]) is None
         ):
@@ -270,6 +273,7 @@ class SumAccount:
 
     def _held(self, node: fx.Node) -> list[fx.Node]:
         held = [o for _, o in held_operands(node) if isinstance(o, fx.Node)]
+        held = [o for o in held if _ndim(o) == _ndim(node)]  # no bias, whatever it was made of
         return list(dict.fromkeys(o for o in held if o in self.live))
 
     def _merged_addends(self, node: fx.Node) -> list[fx.Node]:
