@@ -24,10 +24,7 @@ from xtrain.explain.changes import Changes, Stage, follow
 from xtrain.explain.errors import ExplainError
 from xtrain.explain.snapshot import Snapshot, parameter_path, snapshot
 from xtrain.explain.subject import Subject
-from xtrain.passes import fx_utils
 from xtrain.passes.insert_residual_dropout import InsertResult
-from xtrain.passes.residual_sites import find_residual_sites
-from xtrain.passes.spell_out_sums import spell_out_sums
 
 DEFAULTS = {
     "dropout": 0.1,
@@ -240,16 +237,14 @@ class _WatchedBackend(Backend):
             record, module = self.graphs[-1], graph.owning_module
             assert module is not None
             start = time.perf_counter()
-            inserts = entry.name == graph_passes.INSERT_RESIDUAL_DROPOUT
-            sites = list(_spelt_out_sites(module)) if inserts else []
             before = self._snapshot(module)
             spent = time.perf_counter() - start
             result = entry.run(graph)
             start = time.perf_counter()
-            if isinstance(result, InsertResult) and len(result.slots) == len(sites):
+            if isinstance(result, InsertResult):
                 record.sites = [
-                    SiteMark([], slot.kind, slot.covered_by, slot.reason, add, own)
-                    for slot, (add, own) in zip(result.slots, sites, strict=True)
+                    SiteMark([], slot.kind, slot.covered_by, slot.reason, slot.add, slot.own)
+                    for slot in result.slots
                 ]
             record.stages.append(Stage(entry.name, before, self._snapshot(module)))
             result = graph_passes.PassResult() if result is None else result
@@ -298,33 +293,3 @@ class _WatchedBackend(Backend):
             if path is not None and rest and f".{path}".endswith(f".{rest}"):
                 return variable, path.removesuffix(rest).removesuffix(".")
         return "", ""
-
-
-def _spelt_out_sites(module: fx.GraphModule) -> Any:
-    """The sites of a graph as the pass finds them: adds that hide in other ops are spelt out."""
-    module = fx_utils.clone_graph(module)
-    adds: dict[fx.Node, str] = {}
-    for part in fx_utils.walk_graphs(module):
-        adds |= spell_out_sums(part.graph)
-    return _sites(module.graph, adds)
-
-
-def _sites(graph: fx.Graph, adds: dict[fx.Node, str], prefix: str = "") -> Any:
-    """Yield (key of the add, key of the model's own dropout) in the order of the pass's slots.
-
-    adds: adds that were spelt out -> the op that they were traced as.
-    """
-    by_add: dict[fx.Node, list[Any]] = {}
-    for site in find_residual_sites(graph):
-        by_add.setdefault(site.add, []).append(site)
-    for node in graph.nodes:
-        for site in by_add.get(node, ()):
-            yield (
-                prefix + adds.get(node, node.name),
-                prefix + site.own.name if site.own is not None else "",
-            )
-        transparent = bool(fx_utils.body_operands(node))
-        for body in fx_utils.called_bodies(node):
-            for add, own in _sites(body.graph, adds, f"{prefix}{node.name}/"):
-                if transparent or not own:
-                    yield add, own

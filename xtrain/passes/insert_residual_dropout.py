@@ -61,7 +61,9 @@ class SiteSlot:
 
     witnesses are placeholders of the outermost graph; branch_shape may hold SymInts;
     covered_by is "xtrain" (has a row), "model" (its own dropout stays) or "" with a reason; path
-    and origin are the modules that add the branch and that compute it.
+    and origin are the modules that add the branch and that compute it. add and own are the names
+    of the add, as it was traced, and of the model's own dropout, behind those of the calls that
+    lead to them ("wrap_body_0/add").
     """
 
     kind: str
@@ -71,6 +73,8 @@ class SiteSlot:
     branch_shape: torch.Size
     covered_by: Literal["xtrain", "model", ""]
     reason: str = ""
+    add: str = ""
+    own: str = ""
 
 
 @dataclass
@@ -103,10 +107,11 @@ def insert_residual_dropout(
     """
     module = graph.owning_module
     assert module is not None
+    spelt: dict[fx.Node, str] = {}
     for part in dict.fromkeys(fx_utils.walk_graphs(module)):
-        spell_out_sums(part.graph)
+        spelt |= spell_out_sums(part.graph)
     found = find_sites(module, settled, general)
-    inserter = _Inserter(p, existing, found.sites)
+    inserter = _Inserter(p, existing, found.sites, spelt)
     slots = inserter.run(graph)
     result = InsertResult(num_matched=len(slots), slots=slots, found=found)
     result.num_replaced = sum(slot.covered_by == "xtrain" for slot in slots)
@@ -121,10 +126,17 @@ def insert_residual_dropout(
 
 
 class _Inserter:
-    def __init__(self, p: float, existing: str, found: dict[fx.Graph, list[ResidualSite]]):
+    def __init__(
+        self,
+        p: float,
+        existing: str,
+        found: dict[fx.Graph, list[ResidualSite]],
+        spelt: dict[fx.Node, str],
+    ):
         self.p = p
         self.existing = existing
         self.found = found
+        self.spelt = spelt  # an add that hid in another op -> that op's name
         self.bodies: dict[fx.GraphModule, list[SiteSlot]] = {}
         self.residual_dropouts: set[fx.Node] = set()
         self.adds: set[fx.Node] = set()
@@ -150,10 +162,22 @@ class _Inserter:
                 slots += inside
         return slots
 
+    def _slot(self, site: ResidualSite, covered_by: Literal["xtrain", ""] = "") -> SiteSlot:
+        return SiteSlot(
+            kind=site.kind,
+            path=site.path,
+            origin=site.origin,
+            witnesses=site.witnesses,
+            branch_shape=_shape(site.branch),
+            covered_by=covered_by,
+            add=self.spelt.get(site.add, site.add.name),
+            own=site.own.name if site.own is not None else "",
+        )
+
     def _insert(self, graph: fx.Graph, site: ResidualSite, row: int) -> SiteSlot:
         meta = fx_utils.tensor_meta(site.branch)
         assert meta is not None
-        slot = SiteSlot(site.kind, site.path, site.origin, site.witnesses, meta.shape, "xtrain")
+        slot = self._slot(site, covered_by="xtrain")
         if torch_compat.is_transformed(meta):
             return replace(slot, covered_by="", reason=_TRANSFORMED)
         owns: list[fx.Node] = []
@@ -202,7 +226,7 @@ class _Inserter:
             reason = f"inside a {fx_utils.op_name(call)} body, which takes no seeds"
             found = [s for body in bodies for s in self.found[body.graph]]
             return [
-                SiteSlot(s.kind, s.path, s.origin, (), _shape(s.branch), "", reason)
+                replace(self._slot(s), witnesses=(), reason=reason, add=f"{call.name}/{s.add.name}")
                 for s in found
                 if s.own is None
             ]
@@ -225,6 +249,8 @@ class _Inserter:
         return [
             replace(
                 slot,
+                add=f"{call.name}/{slot.add}",
+                own=f"{call.name}/{slot.own}" if slot.own else "",
                 witnesses=tuple(
                     # a branch that enters the body has its parameters outside of it already
                     n
