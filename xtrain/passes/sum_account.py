@@ -273,7 +273,7 @@ class SumAccount:
 
     def _held(self, node: fx.Node) -> list[fx.Node]:
         held = [o for _, o in held_operands(node) if isinstance(o, fx.Node)]
-        held = [o for o in held if _ndim(o) == _ndim(node)]  # no bias, whatever it was made of
+        held = [o for o in held if _ndim(o) > 1]  # a vector is a bias, whatever it was made of
         return list(dict.fromkeys(o for o in held if o in self.live))
 
     def _merged_addends(self, node: fx.Node) -> list[fx.Node]:
