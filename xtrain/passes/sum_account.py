@@ -139,8 +139,7 @@ class SumAccount:
             and (self._addends(n) or self._may_hold_a_sum(n))
         ]
         spine = self._spine()
-        # From the last to the first: what lies inside the branch of a later site is told by it.
-        for add in reversed(candidates):
+        for add in candidates:
             entry = self._settle(add)
             if entry is None and add not in spine:
                 entry = SumEntry(add, "left", INSIDE_A_BRANCH)
@@ -148,10 +147,21 @@ class SumAccount:
                 entry = self._judge(add) if self._addends(add) else self._judge_opaque(add)
             if entry is not None:
                 entries.append(entry)
-                if entry.verdict == "site":
-                    spine = self._spine()
-        self.entries = sorted(entries, key=lambda e: self.order[e.add])
+        self.entries = [self._within_later_branches(e) for e in entries]
+        self.entries.sort(key=lambda e: self.order[e.add])
         return self.entries
+
+    def _within_later_branches(self, entry: SumEntry) -> SumEntry:
+        """Take back what was said of a sum inside the branch of a site that was found later."""
+        is_found_here = any(site.add is entry.add for site in self.general)
+        if entry.settled or (entry.verdict == "site" and not is_found_here):
+            return entry
+        if entry.add in self._spine():
+            return entry
+        if is_found_here:
+            self.general = [site for site in self.general if site.add is not entry.add]
+            del self.branches[entry.add]
+        return SumEntry(entry.add, "left", INSIDE_A_BRANCH)
 
     def _settle(self, add: fx.Node) -> SumEntry | None:
         """The entry of a sum that the user has said something of."""

@@ -35,9 +35,25 @@ def peeled_chain(node: fx.Node) -> list[fx.Node]:
 def carried_chain(node: fx.Node) -> list[fx.Node]:
     """Return node, then what it is a form, a norm or a part of, down to what computes."""
     chain = [node]
-    while (inner := form_or_norm_of(chain[-1]) or part_of(chain[-1])) is not None:
+    while (
+        inner := form_or_norm_of(chain[-1]) or part_of(chain[-1]) or _shifted(chain[-1])
+    ) is not None:
         chain.append(inner)
     return chain
+
+
+def _shifted(node: fx.Node) -> fx.Node | None:
+    """The value that a node adds a table of the model's own to: positions, a running mean."""
+    if fx_utils.op_name(node) not in fx_utils.ADD | SUB:
+        return None
+    first, second = fx_utils.add_operands(node)
+    if not isinstance(first, fx.Node) or not isinstance(second, fx.Node):
+        return None
+    if same_shape(first, node) and is_table(second):
+        return None if is_table(first) else first
+    if same_shape(second, node) and is_table(first):
+        return second
+    return None
 
 
 def form_or_norm_of(node: fx.Node) -> fx.Node | None:
