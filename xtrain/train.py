@@ -112,8 +112,8 @@ def overrides(args: argparse.Namespace) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Read the command line, build the configuration and train; return the exit code."""
-    args = build_parser().parse_args(arguments)
     with exit_codes() as status:
+        args = build_parser().parse_args(arguments)
         changes = overrides(args)
         base = RunConfig.load(args.config) if args.config else RunConfig()
         config = base.override(changes)  # wrong values are refused before torch is imported

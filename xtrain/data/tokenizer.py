@@ -20,7 +20,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from xtrain.data.errors import DataError, one_line, open_binary
+from xtrain.data.errors import DataError, os_errors_as_data_errors, tokenizer_errors
+from xtrain.strict_read import file_bytes, is_object, json_file, json_value, shown
 
 END_OF_TEXT = "<|endoftext|>"
 MIN_BPE_SIZE = 257  # every byte, and END_OF_TEXT
@@ -139,7 +140,7 @@ class JsonTokenizer:
     def encode(self, text: str) -> list[int]:
         """Return the ids of text, without the specials that a post-processor would add."""
         _check_surrogates(text)
-        return self.backend.encode(text, add_special_tokens=False).ids
+        return self.encodings([text], with_offsets=False)[0].ids
 
     def encodings(self, texts: Sequence[str], *, with_offsets: bool) -> list[Any]:
         """Return what the package makes of each text, spread over the cores.
@@ -148,7 +149,9 @@ class JsonTokenizer:
         """
         backend = self.backend
         encode = backend.encode_batch if with_offsets else backend.encode_batch_fast
-        return encode(texts, add_special_tokens=False)
+        text = f"{shown(texts[0])}{' and others' if len(texts) > 1 else ''}" if texts else ""
+        with tokenizer_errors(f"{self.name} cannot encode {text}"):  # a word, without [UNK], say
+            return encode(texts, add_special_tokens=False)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids, special tokens spelt out."""
@@ -228,18 +231,18 @@ def _load_file(spec: str) -> Tokenizer:
         path = path / "tokenizer.json"
     if not path.exists():
         raise DataError(f"no tokenizer file {path}; a tokenizer is {_NAMES}")
-    with open_binary(path) as file:
-        data = file.read()
-    try:
+    with os_errors_as_data_errors(path):
+        data = file_bytes(path)
+    with tokenizer_errors(f"{path} is not a tokenizer.json"):
         text = data.decode("utf-8")
-        parsed = json.loads(text)
+        parsed = json_value(data)
+        if not is_object(parsed):
+            raise ValueError("it holds no object")
         if set(parsed) == {"xtrain_ids"}:
             return load_tokenizer(f"ids:{parsed['xtrain_ids']}")
         if _is_byte_tokenizer(parsed):
             return ByteTokenizer()
         return JsonTokenizer(spec, text, _special_tokens(path, parsed))
-    except Exception as error:  # the package raises bare Exception for a file that it cannot read
-        raise DataError(f"{path} is not a tokenizer.json ({one_line(error)})") from None
 
 
 def _special_tokens(path: Path, parsed: Mapping[str, Any]) -> dict[str, str]:
@@ -261,10 +264,10 @@ def _special_tokens(path: Path, parsed: Mapping[str, Any]) -> dict[str, str]:
 
 def _json_object(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        value = json_file(path)
+    except (OSError, ValueError):
         return {}
-    return value if isinstance(value, dict) else {}
+    return value if is_object(value) else {}
 
 
 def _check_surrogates(text: str) -> None:

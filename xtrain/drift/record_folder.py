@@ -26,10 +26,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from xtrain.drift import strict_json
 from xtrain.drift.errors import DriftError
 from xtrain.drift.record_arrays import COLUMNS, check_arrays, check_contents
-from xtrain.drift.record_fields import FORMAT, VERSION, check_case, check_record, damaged
+from xtrain.drift.record_fields import (
+    FORMAT,
+    VERSION,
+    check_case,
+    check_record,
+    damaged,
+    read_json,
+)
 from xtrain.drift.storage import TensorFile, TensorWriter, file_hash, write_json, writing
 from xtrain.drift.temporary import TemporaryFolder
 from xtrain.drift.values import to_float64
@@ -223,7 +229,7 @@ class Case:
     @cached_property
     def _contents(self) -> dict[str, Any]:
         path = self.record.path / f"case_{self.number:04d}.json"
-        contents = strict_json.load(path)
+        contents = read_json(path)
         check_case(contents, path, self.record.contents, self.number)
         return contents
 
@@ -267,7 +273,7 @@ class Record:
             self.files = _check(self.path)
         except OSError as error:
             raise DriftError(f"cannot read {error.filename or path}: {error.strerror}") from None
-        self.contents = strict_json.load(self.path / "record.json")
+        self.contents = read_json(self.path / "record.json")
         check_record(self.contents, self.path / "record.json")
         self.environment: dict[str, Any] = self.contents["environment"]
         self.model: dict[str, Any] = self.contents["model"]
@@ -318,7 +324,7 @@ def _check(path: Path) -> dict[str, Any]:
         raise DriftError(f"there is no record {path}; `xtrain.drift record --out` makes one")
     if not (path / "manifest.json").is_file():
         raise DriftError(f"{path} is no complete record: manifest.json is missing")
-    manifest = strict_json.load(path / "manifest.json")
+    manifest = read_json(path / "manifest.json")
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise DriftError(f"{path} is no record: manifest.json is not of format {FORMAT}")
     if manifest.get("version") != VERSION:

@@ -19,8 +19,11 @@ from xtrain.compiler import CompiledModel
 from xtrain.config import ConfigError, ModelSection, RunConfig
 from xtrain.config_fields import unknown
 from xtrain.data import Batches, Corpus, open_corpus
+from xtrain.metrics import check_fits
 
 VOCAB_MULTIPLE = 64  # rows of embedding and head: whole tiles for the matrix units
+WEIGHT_BYTES = 16  # a parameter in fp32 with its gradient and AdamW's two moments
+_SIZES = ("vocab_size", "dim", "n_layers", "n_heads", "head_dim", "ffn_hidden", "max_seq_len")
 
 
 def choose_device(name: str) -> tuple[str, bool]:
@@ -118,9 +121,35 @@ def model_config(config: RunConfig, vocab_size: int) -> models.Config:
         # the preset's is a limit on positions, which no weight depends on
         overrides.setdefault("max_seq_len", config.train.seq_len)
     try:
-        return models.Config.preset(section.preset, **overrides)
+        shape = models.Config.preset(section.preset, **overrides)
     except ValueError as error:
         raise ConfigError(f"model.{error}") from None
+    _check_size(config, shape)
+    return shape
+
+
+def _check_size(config: RunConfig, shape: models.Config) -> None:
+    """Refuse what could not be held even if nothing else were: before hours, or a machine's end.
+
+    Of the activations only the residual stream counts: all others may be computed in pieces.
+    """
+    train, device = config.train, config.run.device.replace("auto", "cpu")
+    tables = 4 * shape.max_seq_len * shape.head_dim  # cos and sin of rope
+    sizes = ", ".join(f"{name} {getattr(shape, name)}" for name in _SIZES)
+    parameters = shape.num_parameters()
+    check_fits(
+        WEIGHT_BYTES * parameters + tables,
+        f"the model with {sizes} has {parameters:,} parameters, whose training",
+        device,
+    )
+    if train.seq_len and train.batch_size and train.micro_batch_size:
+        tokens = 2 * 8 * train.batch_size * train.seq_len  # inputs and targets, int64
+        stream = 4 * train.micro_batch_size * train.seq_len * shape.dim
+        what = (
+            f"a step with train.batch_size {train.batch_size}, train.micro_batch_size "
+            f"{train.micro_batch_size}, train.seq_len {train.seq_len}"
+        )
+        check_fits(tokens + stream, what, device)
 
 
 def with_model(config: RunConfig, shape: models.Config) -> RunConfig:
