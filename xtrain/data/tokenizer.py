@@ -165,6 +165,11 @@ class JsonTokenizer:
         Path(path).write_text(self.json_text, encoding="utf-8", newline="")
 
 
+def names_file(spec: str) -> bool:
+    """Return whether a tokenizer's name is that of a file or folder, not byte, bpe:N or ids:N."""
+    return spec.partition(":")[0] not in ("byte", "bpe", "ids")
+
+
 def parse_bpe(spec: str) -> int | None:
     """Return N of "bpe:N", or None when spec is of another kind.
 
