@@ -243,7 +243,7 @@ def test_a_spelling_that_is_not_understood_is_loud():
             x = torch.lerp(x, x + self.attention_norm(x), 1.0)
             return torch.stack((x, self.feed_forward(x))).cumsum(0)[-1]
 
-    with pytest.raises(SiteError, match="ran no residual site"):
+    with pytest.raises(SiteError, match="may be a residual site"):
         xtrain.compile(spelt(2, Lerp), dropout=P, seed=1, backend="eager")(torch.zeros(1, 3).long())
 
     class Half(Block):
@@ -255,7 +255,7 @@ def test_a_spelling_that_is_not_understood_is_loud():
     model = spelt(2, Half)
     for i, layer in enumerate(model.blocks):
         layer.odd = bool(i % 2)
-    with pytest.raises(SiteError, match=r"Half differ.*blocks.0: 2, blocks.1: 0"):
+    with pytest.raises(SiteError, match=r"may be a residual site.*blocks.1.: .drop"):
         xtrain.compile(model, dropout=P, seed=1, backend="eager")(torch.zeros(1, 3).long())
 
 

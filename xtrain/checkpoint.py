@@ -147,7 +147,7 @@ def defect(path: Path, *, contents: bool = True) -> str | None:
     except OSError as error:  # no permission, a broken disk: nothing is said of what it holds
         return f"{name} cannot be read: {why(error)}"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"manifest.json is unreadable ({error})"
+        return f"manifest.json is unreadable ({why(error)})"
     return None
 
 

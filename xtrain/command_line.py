@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 import difflib
 import errno
+import functools
 import logging
 import os
 import platform
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
 # Exit codes: the run failed; what the user asked for, or gave to read, is wrong; a fault of the
@@ -23,7 +25,14 @@ FAILURE, USAGE, INTERNAL, INTERRUPTED, NO_READER = 1, 2, 70, 130, 141
 # By name and module: importing their classes here would import torch for a wrong flag. The most
 # derived class of an error that is named decides.
 INPUT_ERRORS = {"ConfigError", "DataError", "CheckpointError"}
-FAILURES = {"CheckpointWriteError", "DriftError", "PassError", "SiteError", "TrainingError"}
+FAILURES = {
+    "CheckpointWriteError",
+    "DriftError",
+    "PassError",
+    "SiteError",
+    "TrainingError",
+    "VerifyError",
+}
 # What the disk refuses is no mistake of the user's.
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 LONGEST_LINE = 2000  # of an error; a value that somebody else wrote may be of any size
@@ -63,6 +72,28 @@ class OutputError(Exception):
     """A stdout that takes nothing: its disk is full, say."""
 
 
+def output_file(text: str) -> Path:
+    """Parse the name of a file to write: what cannot be one is refused before the work, not after.
+
+    Folders on the way to it are made when it is written.
+    """
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder")
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} cannot be written into {folder}")
+    return path
+
+
+def leave_stdout() -> None:
+    """Drop what is in the buffer: it would fail once more when Python ends, with its own code."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (AttributeError, OSError, ValueError):  # not a file of the system
+        pass
+
+
 def show(text: str) -> None:
     """Write a command's result to stdout. A reader that has left, such as head, changes no code.
 
@@ -76,7 +107,7 @@ def show(text: str) -> None:
         sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
         sys.stdout.flush()
     except OSError as error:
-        _leave_stdout()
+        leave_stdout()
         if not isinstance(error, BrokenPipeError):
             raise OutputError(f"cannot write to stdout: {error.strerror}") from None
 
@@ -105,21 +136,49 @@ def exit_codes(*, usage: int = USAGE, failure: int = FAILURE) -> Iterator[Status
             raise
         except KeyboardInterrupt:  # outside of the training loop, which ends more gently
             status.code = INTERRUPTED
-            print("\ninterrupted", file=sys.stderr)
+            _say("\ninterrupted")
         except BrokenPipeError:
             status.code = NO_READER
-            _leave_stdout()
+            leave_stdout()
         except BaseException as error:  # a panic of the packages in Rust is no Exception
             status.code, line = _ending(error, usage, failure)
             try:
                 show("")
             except OutputError:
                 pass  # the first error is the one to tell
-            print(line, file=sys.stderr)
+            _say(line)
+
+
+def _say(line: str) -> None:
+    """Print to stderr; where nobody takes it, the exit code says what there is to say."""
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except OSError:
+        pass
+
+
+def command(main: Callable[[Sequence[str] | None], int]) -> Callable[[Sequence[str] | None], int]:
+    """Decorate a `main` that returns its exit code: errors become one too, as in `exit_codes`."""
+
+    @functools.wraps(main)
+    def run(arguments: Sequence[str] | None = None) -> int:
+        with exit_codes() as status:
+            status.code = main(arguments)
+        return status.code
+
+    return run
 
 
 def _ending(error: BaseException, usage: int, failure: int) -> tuple[int, str]:
     """Return the exit code of an error and the line that is said of it."""
+    whole = error
+    if "torch._dynamo" in sys.modules:
+        from xtrain import torch_compat
+
+        error = torch_compat.cause_of(error)
+        if torch_compat.is_missing_compiler(error):
+            what = f"torch.compile needs a compiler: {as_line(error, 300)}"
+            return failure, f"error: {what}; install one, or leave out --compile"
     for kind in type(error).__mro__:
         if kind.__module__.startswith("xtrain.") and kind.__name__ in INPUT_ERRORS | FAILURES:
             code = usage if kind.__name__ in INPUT_ERRORS else failure
@@ -134,7 +193,7 @@ def _ending(error: BaseException, usage: int, failure: int) -> tuple[int, str]:
             failure,
             f"error: out of memory: {as_line(error, 300)}; a smaller model or batch needs less",
         )
-    return INTERNAL, _internal_error(error)
+    return INTERNAL, _internal_error(whole)
 
 
 def as_line(message: object, length: int = LONGEST_LINE) -> str:
@@ -154,7 +213,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 def _internal_error(error: BaseException) -> str:
     """Keep the trace of a fault of the program and return the line that tells of it."""
-    what = as_line(f"{type(error).__name__}: {error}", 300)
+    what = ": ".join(filter(None, (type(error).__name__, as_line(error, 300))))
     version = getattr(sys.modules.get("torch"), "__version__", "not imported")
     head = f"{sys.argv}\nPython {platform.python_version()}, torch {version}\n\n"
     trace = head + "".join(traceback.format_exception(error))
@@ -164,33 +223,27 @@ def _internal_error(error: BaseException) -> str:
             file.write(trace)
         where = f"with its trace, which was written to {path}"
     except OSError:  # no folder takes it: better here than nowhere
-        print(trace, file=sys.stderr)
+        _say(trace)
         where = "with its trace, which is above as no folder for it could be written to"
-    return f"internal error: {what}: this is a fault of xtrain; please report it {where}"
-
-
-def _leave_stdout() -> None:
-    """Drop what is in the buffer: it would fail once more when Python ends, with its own code."""
-    try:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (AttributeError, OSError, ValueError):  # not a file of the system
-        pass
+    return f"internal error: {what}; this is a fault of xtrain, please report it {where}"
 
 
 @contextmanager
 def _warnings_on_stderr() -> Iterator[None]:
     logger = logging.getLogger("xtrain")
-    if logger.handlers:
+    before = logger.handlers
+    if before:
         yield
         return
     handler = logging.StreamHandler()
     handler.setLevel(logging.WARNING)
     handler.setFormatter(_OneLine())
-    logger.addHandler(handler)
+    logger.handlers = [handler]
     try:
         yield
     finally:
-        logger.removeHandler(handler)
+        if logger.handlers == [handler]:  # else the command has put its own there
+            logger.handlers = before
 
 
 class _OneLine(logging.Formatter):

@@ -19,9 +19,9 @@ from typing import Any
 import tomli_w
 
 from xtrain.config_fields import ConfigError, Section, closest, kinds_of, option, type_hints
+from xtrain.rng import SEED_RANGE
 from xtrain.strict_read import shown, toml_file, toml_value, why
 
-SEED_RANGE = -(2**63), 2**64 - 1  # what torch's generators take
 PRESETS = ("tiny", "small", "124m", "350m", "1b", "8b")  # those of xtrain.model
 
 
@@ -192,6 +192,9 @@ class RunSection(Section):
         "auto", "xtrain's own ops: auto, triton or off", choices=("auto", "triton", "off")
     )
     disable_passes: tuple[str, ...] = option((), "names of passes that do not run")
+    verify: bool = option(
+        False, "the first step also without swaps and in fp64, compared; takes that time and memory"
+    )
     dump_graphs: str = option("", "folder for the graphs before and after each pass; empty: none")
     drift_every: int = option(
         0,

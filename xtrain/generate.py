@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from xtrain.config import SEED_RANGE, ConfigError, RunConfig
+from xtrain.config import ConfigError, RunConfig
+from xtrain.rng import SEED_RANGE
 from xtrain.strict_read import shown
 
 if TYPE_CHECKING:
@@ -100,9 +101,7 @@ def load_run(run: RunFolder, device: str) -> tuple[nn.Module, Tokenizer, int]:
     from xtrain.state_names import load_model_tensors
     from xtrain.training.resume import newest_checkpoint
 
-    saved = newest_checkpoint(run)
-    if saved is None:
-        raise ConfigError(f"{run.path} has no complete checkpoint")
+    saved = newest_checkpoint(run, "to sample from")
     tokenizer = load_tokenizer(run.tokenizer)
     tensors = saved.tensors["model"]
     try:
@@ -117,8 +116,8 @@ def load_run(run: RunFolder, device: str) -> tuple[nn.Module, Tokenizer, int]:
     if tokenizer.vocab_size > config.vocab_size:
         raise ConfigError(
             f"{run.tokenizer} has ids up to {tokenizer.vocab_size - 1}, and the model of "
-            f"{saved.path} only {config.vocab_size} rows: it was trained with another tokenizer; "
-            "put that one there"
+            f"{saved.path} only {config.vocab_size} rows; put the tokenizer there that it "
+            "was trained with"
         )
     model = Transformer(config)
     load_model_tensors(model, tensors, saved.state["aliases"])

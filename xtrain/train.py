@@ -22,7 +22,8 @@ examples:
   python -m xtrain.train --resume runs/small --steps 400
 
 Everything else is set by --set section.key=value; a run's config.toml lists all keys with their
-meaning and can be edited and passed to --config.
+meaning and can be edited and passed to --config. Exit codes: 0, 1 the run failed, 2 what was asked
+for or given to read is wrong, 70 a fault of xtrain's, 128 + N ended by signal N.
 """
 
 # flag -> the field it sets
@@ -42,6 +43,7 @@ FIELDS = {
     "deterministic": "run.deterministic",
     "dump_graphs": "run.dump_graphs",
     "disable_pass": "run.disable_passes",
+    "verify": "run.verify",
     "drift_every": "run.drift_every",
 }
 
@@ -102,6 +104,7 @@ def _add_training(add: Any) -> None:
     add("--deterministic", action=flag, help="bitwise equal repeats [yes on CPU, no on CUDA]")
     add("--dump-graphs", metavar="DIR", help="write the graphs before and after each pass")
     add("--disable-pass", action="append", metavar="NAME", help="leave a pass out; repeatable")
+    add("--verify", action=flag, help="hold the first step against one without swaps [no]")
     add("--drift-every", type=int, metavar="N", help="fingerprints for xtrain.drift compare [0]")
 
 

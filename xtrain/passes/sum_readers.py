@@ -12,12 +12,11 @@ from collections.abc import Callable
 from torch import fx
 
 from xtrain.passes import fx_utils
-from xtrain.passes.values import SUB, is_absent_dropout, is_parameter
+from xtrain.passes.values import FORM_OF_SECOND, SUB, is_absent_dropout, is_parameter
 
 # Ops that scores pass on their way to softmax, and ops that ask a value for its form alone.
 _ON_THE_WAY_TO_SOFTMAX = fx_utils.VIEW_LIKE | fx_utils.ADD | fx_utils.MUL | fx_utils.DIV
 _ON_THE_WAY_TO_SOFTMAX |= {"masked_fill", "masked_fill_", "where", "tanh", "clamp", "clamp_min"}
-_FORM_OF_THEIR_SECOND_OPERAND = frozenset({"type_as", "view_as", "reshape_as", "expand_as"})
 
 
 def is_no_stream(node: fx.Node, root: fx.Node) -> bool:
@@ -41,7 +40,7 @@ def is_read_by_softmax_alone(node: fx.Node) -> bool:
         value = pending.pop()
         for user in value.users:
             name = fx_utils.op_name(user)
-            if name in _FORM_OF_THEIR_SECOND_OPERAND and user.args[0] is not value:
+            if name in FORM_OF_SECOND and user.args[0] is not value:
                 continue
             if name in fx_utils.SOFTMAX:
                 found = True
@@ -68,7 +67,7 @@ def is_read_by_a_gate_alone(node: fx.Node) -> bool:
         value = pending.pop()
         for user in value.users:
             name = fx_utils.op_name(user)
-            if name in _FORM_OF_THEIR_SECOND_OPERAND and user.args[0] is not value:
+            if name in FORM_OF_SECOND and user.args[0] is not value:
                 continue
             if name in fx_utils.VIEW_LIKE or name in _PARTS or is_absent_dropout(user):
                 if user not in seen:
@@ -113,7 +112,7 @@ def is_read_by_attention_alone(node: fx.Node) -> bool:
 
     def follow(user: fx.Node, value: fx.Node) -> bool | None:
         name = fx_utils.op_name(user)
-        if name in _FORM_OF_THEIR_SECOND_OPERAND and user.args[0] is not value:
+        if name in FORM_OF_SECOND and user.args[0] is not value:
             return None
         if name in fx_utils.ATTENTION or name in _MATRIX_PRODUCTS:
             return not any(_is_weight(n) for n in user.all_input_nodes)

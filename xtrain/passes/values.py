@@ -235,6 +235,18 @@ def _is_of_a_module(node: fx.Node) -> bool:
     return _OF_A_MODULE.match(torch_compat.source_name(node)) is not None
 
 
+# Ops that ask their second operand for its form alone.
+FORM_OF_SECOND = frozenset({"type_as", "view_as", "reshape_as", "expand_as"})
+
+
+def reads_form_alone(node: fx.Node, source: fx.Node) -> bool:
+    """Whether a node asks an operand for its form alone: zeros_like(x), x.new_ones(3)."""
+    name = fx_utils.op_name(node)
+    if name in FORM_OF_SECOND:
+        return bool(node.args) and node.args[0] is not source
+    return name.endswith("_like") or name.startswith("new_") or name == "size"
+
+
 BUFFERS = frozenset({"zeros", "zeros_like", "new_zeros", "empty", "empty_like", "new_empty"})
 
 

@@ -125,16 +125,30 @@ def model_config(config: RunConfig, vocab_size: int) -> models.Config:
         shape = models.Config.preset(section.preset, **overrides)
     except ValueError as error:
         raise ConfigError(f"model.{error}") from None
-    _check_size(config, shape)
+    train = config.train
+    check_size(
+        shape,
+        config.run.device.replace("auto", "cpu"),
+        batch_size=train.batch_size,
+        micro_batch_size=train.micro_batch_size,
+        seq_len=train.seq_len,
+    )
     return shape
 
 
-def _check_size(config: RunConfig, shape: models.Config) -> None:
+def check_size(
+    shape: models.Config,
+    device: str,
+    *,
+    batch_size: int | None,
+    micro_batch_size: int | None,
+    seq_len: int | None,
+) -> None:
     """Refuse what could not be held even if nothing else were: before hours, or a machine's end.
 
     Of the activations only the residual stream counts: all others may be computed in pieces.
+    Raises: ConfigError with the bytes that it would take.
     """
-    train, device = config.train, config.run.device.replace("auto", "cpu")
     tables = 4 * shape.max_seq_len * shape.head_dim  # cos and sin of rope
     sizes = ", ".join(f"{name} {getattr(shape, name)}" for name in _SIZES)
     parameters = shape.num_parameters()
@@ -143,13 +157,10 @@ def _check_size(config: RunConfig, shape: models.Config) -> None:
         f"the model with {sizes} has {parameters:,} parameters, whose training",
         device,
     )
-    if train.seq_len and train.batch_size and train.micro_batch_size:
-        tokens = 2 * 8 * train.batch_size * train.seq_len  # inputs and targets, int64
-        stream = 4 * train.micro_batch_size * train.seq_len * shape.dim
-        what = (
-            f"a step with train.batch_size {train.batch_size}, train.micro_batch_size "
-            f"{train.micro_batch_size}, train.seq_len {train.seq_len}"
-        )
+    if seq_len and batch_size and micro_batch_size:
+        tokens = 2 * 8 * batch_size * seq_len  # inputs and targets, int64
+        stream = 4 * micro_batch_size * seq_len * shape.dim
+        what = f"a step of batch size {batch_size} ({micro_batch_size} at once), {seq_len} tokens,"
         check_fits(tokens + stream, what, device)
 
 
@@ -174,6 +185,7 @@ def build_model(
         seed=config.train.seed,
         backend="inductor" if run.compile else "eager",
         kernels=run.kernels,
+        verify=run.verify,
         disable_passes=run.disable_passes,
         dump_graphs=run.dump_graphs or None,
     )

@@ -42,21 +42,18 @@ STATE: dict[str, Check] = {
 DATA: dict[str, Check] = {"fingerprint": is_text, "tokens": is_count}
 
 
-def newest_checkpoint(run: RunFolder) -> checkpoint.Checkpoint | None:
-    """Return a run's newest complete checkpoint, None if it has none; warn of newer ones.
+def newest_checkpoint(run: RunFolder, purpose: str) -> checkpoint.Checkpoint:
+    """Return a run's newest complete checkpoint; a warning names each damaged one after it.
 
-    Raises: CheckpointError if it is no trainer's, or if there are some and none can be used.
+    purpose: "to resume from", say.
+    Raises:  ConfigError if there is none, CheckpointError if it is no trainer's.
     """
     path, passed_over = checkpoint.newest_complete(run.checkpoints)
-    if path is None and passed_over:
-        more = f", and {len(passed_over) - 1} more" if len(passed_over) > 1 else ""
-        raise checkpoint.CheckpointError(
-            f"no checkpoint of {run.path} can be used: {passed_over[0]}{more}"
-        )
-    for reason in passed_over:
-        log.warning("passed over the checkpoint %s; using %s", reason, path.name if path else "")
     if path is None:
-        return None
+        reasons = "; ".join(passed_over) or "start a new run"
+        raise ConfigError(f"{run.path} has no complete checkpoint {purpose}; {reasons}")
+    for reason in passed_over:
+        log.warning("passed over the checkpoint %s; using %s", reason, path.name)
     saved = checkpoint.read(path)
     try:
         check_fields(saved.state, STATE)
@@ -80,7 +77,9 @@ class ResumePoint:
 
         Raises: CheckpointError if there are some and none can be used.
         """
-        saved = newest_checkpoint(run)
+        saved = None
+        if checkpoint.steps(run.checkpoints):
+            saved = newest_checkpoint(run, "to resume from")
         for _ in run.read_metrics():  # a damaged file is refused before anything is written
             pass
         if saved is None:

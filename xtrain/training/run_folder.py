@@ -101,7 +101,7 @@ class RunFolder:
             file = open(self.lock_file, "a+", encoding="utf-8")
         except OSError as error:
             raise ConfigError(
-                f"cannot write to the run's folder {self.path}: {error.strerror}"
+                f"cannot write to the run's folder {self.path}: {why(error)}"
             ) from None
         try:
             fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -231,7 +231,7 @@ def find(folder: Path, which: str, flag: str = "--resume") -> RunFolder:
         except (FileNotFoundError, NotADirectoryError, ValueError):
             continue
         except OSError as error:
-            raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+            raise ConfigError(f"cannot read {path}: {why(error)}") from None
         return RunFolder(path)
     close = difflib.get_close_matches(which, runs, n=3) or sorted(runs)[:5]
     advice = f"did you mean {' or '.join(close)}?" if close else "there are none"
@@ -243,6 +243,9 @@ def _claim(path: Path) -> RunFolder | None:
     run = RunFolder(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:  # a file of that name, for one
+        raise ConfigError(f"cannot make the folder of runs {path.parent}: {why(error)}") from None
+    try:
         try:
             path.mkdir()
         except FileExistsError:
@@ -255,7 +258,7 @@ def _claim(path: Path) -> RunFolder | None:
         run.release()  # another start was quicker
         return None
     except OSError as error:
-        raise ConfigError(f"cannot make the run's folder {path}: {error.strerror}") from None
+        raise ConfigError(f"cannot make the run's folder {path}: {why(error)}") from None
 
 
 def _runs(folder: Path) -> list[Path]:
@@ -264,7 +267,7 @@ def _runs(folder: Path) -> list[Path]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise ConfigError(f"cannot read {folder}: {error.strerror}") from None
+        raise ConfigError(f"cannot read {folder}: {why(error)}") from None
 
 
 def _last_change(run: RunFolder) -> tuple[bool, float]:

@@ -102,6 +102,8 @@ def _build_in(
     """
     # Before the data, whose first reading can take long; only the vocabulary is still theirs.
     build.check_pass_names(config.run.disable_passes)
+    if config.run.dump_graphs:  # else it fails when it is first needed, in the first step
+        Path(config.run.dump_graphs).mkdir(parents=True, exist_ok=True)
     early = build.with_model(config, build.model_config(config, vocab_size=1))
     asked = config.model.vocab_size
     tokenizer = config.data.tokenizer
