@@ -379,3 +379,20 @@ def test_a_start_without_checkpoint_hides_no_run(tmp_path):
     os.utime(tmp_path / "older" / "checkpoints" / "step_00000004", (0, 0))
     os.utime(tmp_path / "older" / "config.toml", (0, 0))
     assert run_folder.find(tmp_path, "").path.name == "older"
+
+
+def test_a_signal_that_does_not_come_through_ends_the_process():
+    """Whoever swallows it, a compiler for one, costs seconds and not the rest of its work."""
+    script = (
+        "import signal, time\n"
+        "from xtrain.training.console import StopSignals\n"
+        "StopSignals.GRACE_S = 0.2\n"
+        "with StopSignals() as stop:\n"
+        "    stop.at_once = lambda number: print('at once', number, flush=True)\n"
+        "    try:\n"
+        "        signal.raise_signal(signal.SIGTERM)\n"
+        "    except BaseException:\n"
+        "        time.sleep(60)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (143, "at once 15\n"), ended.stderr
