@@ -303,7 +303,7 @@ def test_the_manifest_itself(run, capsys):
     (newer / "manifest.json").unlink()
     (newer / "manifest.json").mkdir()
     assert generated() == 0
-    assert "manifest.json is unreadable (it is a folder)" in capsys.readouterr().err
+    assert "manifest.json cannot be read: it is a folder" in capsys.readouterr().err
 
 
 def test_weights_that_are_no_models(run, capsys):
@@ -463,9 +463,9 @@ def test_devices_and_folders_in_the_place_of_files(run, capsys):
         (["--config=/dev/zero"], "it is no file but a device, a pipe or a socket"),
         (["--config=runs"], "cannot read the configuration runs: it is a folder"),
         (["--data", "/dev/zero"], "cannot read /dev/zero: neither a file nor a folder"),
-        (["--data", "pipe"], "cannot read pipe: neither a file nor a folder"),
+        (["--data", "pipe"], "/pipe: neither a file nor a folder"),
         (["--tokenizer", "/dev/zero"], "cannot read /dev/zero: it is no file but a device"),
-        (["--tokenizer", "pipe"], "cannot read pipe: it is no file but a device"),
+        (["--tokenizer", "pipe"], "/pipe: it is no file but a device"),
         (
             ["--set", "run.folder=/dev/null"],
             "cannot make the folder of runs /dev/null: File exists",
@@ -507,8 +507,8 @@ def test_a_sample_prompt_without_tokens_is_refused_before_the_run(run, capsys):
 def test_a_last_update_that_breaks_the_weights_costs_the_text_alone(run, capsys, monkeypatch):
     original = session.Trainer.run
 
-    def breaking(trainer):
-        code = original(trainer)
+    def breaking(trainer, stop):
+        code = original(trainer, stop)
         with torch.no_grad():
             trainer.parts.model.norm.weight.fill_(float("nan"))
         return code

@@ -7,15 +7,16 @@ import random
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from xtrain.data import DataError, load_tokenizer, open_corpus
+from xtrain.data import DataError, encode, load_tokenizer, open_corpus
 from xtrain.data.encode import chunks, encode_pieces, find_cut, sample_chunks, with_newlines
 from xtrain.data.readers import Piece
 from xtrain.data.tokenizer import JsonTokenizer, train_bpe
@@ -231,6 +232,57 @@ def test_a_file_of_others(tmp_path):
     assert corpus.tokens.dtype == np.uint16
 
 
+@pytest.mark.parametrize(
+    ("file", "eos"),
+    [
+        ("tokenizer_config.json", {"eos_token": "<stop>", "pad_token": "a"}),
+        ("tokenizer_config.json", {"eos_token": {"content": "<stop>", "special": True}}),
+        ("special_tokens_map.json", {"eos_token": "<stop>", "bos_token": "b"}),
+        ("special_tokens_map.json", {"eos_token": {"content": "<stop>"}}),
+        ("generation_config.json", {"eos_token_id": [4, 3]}),
+        ("config.json", {"eos_token_id": 4}),
+        ("tokenizer_config.json", {"eos_token": "<not there>"}),
+        ("tokenizer_config.json", {"eos_token": None}),
+        ("tokenizer_config.json", ["eos_token"]),
+    ],
+)
+def test_what_was_saved_is_the_same_tokenizer(tmp_path, file, eos):
+    """The file alone does not say which token ends a document; what was saved does."""
+    vocab = {"<unk>": 0, "a": 1, "b": 2, "</s>": 3, "<stop>": 4}
+    source, copy = tmp_path / "source", tmp_path / "copy"
+    copy.mkdir()
+    foreign_tokenizer(source, vocab)
+    (source / file).write_text(json.dumps(eos))
+    first = load_tokenizer(source)
+    first.save(copy / "tokenizer.json")
+    for spec in (copy, copy / "tokenizer.json"):
+        again = load_tokenizer(spec)
+        assert (again.eos_id, again.fingerprint) == (first.eos_id, first.fingerprint)
+        assert again.special_tokens == first.special_tokens
+    hugging_face = PreTrainedTokenizerFast.from_pretrained(copy)
+    if "<not there>" in str(eos):
+        assert first.eos_id is None
+    else:
+        assert first.eos_id == (4 if isinstance(eos, dict) and any(eos.values()) else 3)
+        assert hugging_face.eos_token_id == first.eos_id
+    for role in ("bos_token", "pad_token"):
+        named = eos.get(role) if isinstance(eos, dict) else None
+        assert first.special_tokens.get(role) == named
+        assert named is None or getattr(hugging_face, role) == named
+
+
+def test_a_byte_vocabulary_with_an_end_of_document_keeps_it(tmp_path):
+    """256 bytes and no merges are `byte` only where nothing is added to them."""
+    load_tokenizer("byte").save(tmp_path / "tokenizer.json")
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    backend.add_special_tokens(["<|im_end|>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    tokenizer = load_tokenizer(tmp_path)
+    assert (tokenizer.vocab_size, tokenizer.eos_id) == (257, 256)
+    assert tokenizer.encode("a<|im_end|>") == [97, 256]
+
+
 def test_a_sentencepiece_like_file_decodes(tmp_path):
     """Metaspace and byte fallback, as Llama 2's: our calls pass through to its own decoder."""
     vocab = {
@@ -327,6 +379,150 @@ def test_encode_pieces_equals_document_by_document(bpe):
         if text:
             expected += [*bpe.encode(text), 0]
     assert got.tolist() == expected
+
+
+# GPT-4o's pattern, apart from its classes of letters: a piece may run over a line end (";\n//").
+GPT4O = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+CODE = "".join(
+    f'int f{i}(int *x) {{\n  x[{i}] += {i * i};\n// the {i}th, "so \'far"\n\n\t}};\n'
+    "//// caf\u00e9 \ufb01n\n"
+    for i in range(400)
+)
+
+
+def split_bpe(*before, normalizer=None, special=(END,)) -> tokenizers.Tokenizer:
+    """Byte-level BPE behind the given pre-tokenizers, with merges that reach over them."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not before)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*before, byte_level])
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    trainer = trainers.BpeTrainer(
+        vocab_size=700,
+        show_progress=False,
+        special_tokens=list(special),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )
+    backend.train_from_iterator([CODE], trainer)
+    return backend
+
+
+def isolated(pattern: str) -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+
+
+def sentencepiece(prefix: bool) -> tokenizers.Tokenizer:
+    """BPE over the whole text as one piece, as Llama 2's file spells it."""
+    alphabet = sorted({*CODE.replace(" ", "\u2581"), "\u2581"})
+    backend = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True))
+    steps = [normalizers.Prepend("\u2581")] if prefix else []
+    backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "\u2581")])
+    backend.pre_tokenizer = pre_tokenizers.Split("\u2581", "merged_with_next")
+    trainer = trainers.BpeTrainer(
+        vocab_size=500,
+        show_progress=False,
+        special_tokens=["<unk>", "</s>"],
+        initial_alphabet=alphabet,
+    )
+    backend.train_from_iterator([CODE], trainer)
+    backend.pre_tokenizer = None
+    return backend
+
+
+def word_piece() -> tokenizers.Tokenizer:
+    backend = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    backend.normalizer = normalizers.BertNormalizer(lowercase=True)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=300, show_progress=False, special_tokens=["[UNK]", "[SEP]"]
+    )
+    backend.train_from_iterator([CODE], trainer)
+    return backend
+
+
+def unigram() -> tokenizers.Tokenizer:
+    backend = tokenizers.Tokenizer(models.Unigram())
+    backend.normalizer = normalizers.NFKC()
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=150, show_progress=False, special_tokens=["<unk>", "</s>"], unk_token="<unk>"
+    )
+    backend.train_from_iterator([CODE], trainer)
+    return backend
+
+
+KINDS = {
+    "GPT-2": lambda: split_bpe(),
+    "GPT-4o": lambda: split_bpe(isolated(GPT4O)),
+    "lines": lambda: split_bpe(isolated(r"[^\n]*\n")),
+    "two lines": lambda: split_bpe(isolated(r"[^\n]*\n[^\n]*\n")),
+    "quotations": lambda: split_bpe(isolated(r'"[^"]*"')),
+    "no pieces": lambda: split_bpe(isolated(r"(?m:.+)")),
+    "NFKC": lambda: split_bpe(isolated(GPT4O), normalizer=normalizers.NFKC()),
+    "sentencepiece": lambda: sentencepiece(prefix=False),
+    "dummy prefix": lambda: sentencepiece(prefix=True),
+    "WordPiece": word_piece,
+    "unigram": unigram,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_ids_of_a_document_know_no_cut(kind, monkeypatch):
+    """Documents of a few windows, in any number of pieces: the ids of the package for the whole."""
+    backend = KINDS[kind]()
+    tokenizer = JsonTokenizer(kind, backend.to_str())
+    rng = random.Random(0)
+    shuffled = mixed_text(rng, 4000) + "a" * 3000 + mixed_text(rng, 2000)
+    documents = [CODE, "short", shuffled, "", CODE[::-1], CODE[: 400 + 200]]
+    expected = [backend.encode(text, add_special_tokens=False).ids for text in documents]
+    end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+    read_at_once = []
+    original = JsonTokenizer.encodings
+
+    def encodings(self, texts, **options):
+        read_at_once.extend(map(len, texts))
+        return original(self, texts, **options)
+
+    monkeypatch.setattr(JsonTokenizer, "encodings", encodings)
+    for whole, window, overlap in ((1 << 20, 1 << 18, 1 << 14), (0, 3000, 800), (0, 400, 200)):
+        monkeypatch.setattr(encode, "WHOLE_CHARS", whole)
+        monkeypatch.setattr(encode, "WINDOW_CHARS", window)
+        monkeypatch.setattr(encode, "OVERLAP_CHARS", overlap)
+        for text, ids in zip(documents, expected, strict=True):
+            read_at_once.clear()
+            edges = [0, *sorted(rng.sample(range(len(text) + 1), min(5, len(text)))), None]
+            pieces = [Piece(text[a:b], b is None) for a, b in zip(edges, edges[1:], strict=False)]
+            got = [i for array in encode_pieces(pieces, tokenizer) for i in array.tolist()]
+            assert got == [*ids, *(end if text else [])]
+        if kind in ("GPT-2", "GPT-4o", "dummy prefix") and not whole:
+            assert max(read_at_once) <= window + overlap  # the last one is short: once
+
+
+def test_a_long_document_is_read_in_windows(monkeypatch):
+    """Several windows of the true size, and seconds at most."""
+    tokenizer = JsonTokenizer("gpt-4o", split_bpe(isolated(GPT4O)).to_str())
+    text = CODE * 60
+    assert len(text) > encode.WHOLE_CHARS
+    expected = tokenizer.encode(text)
+    longest = []
+    original = JsonTokenizer.encodings
+
+    def encodings(self, texts, **options):
+        longest.append(max(map(len, texts)))
+        return original(self, texts, **options)
+
+    monkeypatch.setattr(JsonTokenizer, "encodings", encodings)
+    started = time.process_time()
+    got = np.concatenate(list(encode_pieces([Piece(text, True)], tokenizer)))
+    assert time.process_time() - started < 20
+    assert got.tolist() == [*expected, 0]
+    assert max(longest) == encode.WINDOW_CHARS + encode.OVERLAP_CHARS
 
 
 def test_newlines_between_documents():

@@ -16,6 +16,7 @@ from training import running
 from xtrain import checkpoint, train
 from xtrain.compiler import CompiledModel
 from xtrain.config import RunConfig
+from xtrain.data.tokenizer import load_tokenizer
 from xtrain.training import run_folder, session
 
 # Two micro-batches a step and dropout: what a resume could lose is in use.
@@ -172,8 +173,91 @@ def test_resume_finds_the_run(runner, capsys, started):
     empty = runner.run("empty")
     empty.mkdir()
     (empty / "config.toml").write_text((started / "config.toml").read_text())
-    assert runner("--resume=empty", "--steps=5") == 2
-    assert "has no complete checkpoint to resume from" in capsys.readouterr().err
+    assert runner("--resume=empty", "--steps=2") == 0
+    assert "has no checkpoint yet: starting at step 0" in capsys.readouterr().out
+    assert runner.losses("empty") == runner.losses("started")[:2]
+
+
+def test_one_process_trains_in_a_folder(runner, capsys, started):
+    """The second is refused before it writes; readers are not; the lock ends with its holder."""
+    first = run_folder.RunFolder(started)
+    first.acquire()
+    before = (started / "metrics.jsonl").read_bytes()
+    for arguments in (("--resume=started", "--steps=3"), ("--name=started", "--steps=3")):
+        capsys.readouterr()
+        assert runner(*arguments) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and f"in use by process {os.getpid()} on" in error
+    assert len(list(run_folder.RunFolder(started).read_metrics())) == 2
+    assert newest(runner, "started").step == 2
+    assert (started / "metrics.jsonl").read_bytes() == before
+    first.release()
+    assert runner("--resume=started", "--steps=3") == 0
+
+
+def test_paths_hold_in_another_folder(runner, capsys, monkeypatch):
+    monkeypatch.chdir(runner.folder)
+    relative = ("--set=run.folder=runs", "--set=data.cache_dir=cache", "--data=corpus.txt")
+    flags = [flag for flag in runner.arguments() if str(runner.folder) not in flag]
+    assert train.main([*flags, *relative, "--name=r", "--steps=1"]) == 0
+    (runner.folder / "sub").mkdir()
+    monkeypatch.chdir(runner.folder / "sub")
+    assert train.main(["--resume=../runs/r", "--steps=2"]) == 0
+    assert len(runner.records("r")) == 2
+    runner.corpus.rename("moved.txt")
+    capsys.readouterr()
+    assert train.main(["--resume=../runs/r", "--steps=3"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and f"{runner.corpus} does not exist" in error
+    assert f"pass --data with where it lies now, relative to {runner.folder / 'sub'}" in error
+    assert train.main(["--resume=../runs/r", "--steps=3", "--data=moved.txt"]) == 0
+
+
+def test_the_run_holds_its_tokenizer_whole(runner):
+    """Which token ends a document stands beside tokenizer.json, and is kept with it."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = runner.corpus.read_text().split()
+    vocab = {word: i for i, word in enumerate(["<unk>", "<end>", *sorted(set(words))])}
+    backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    folder = runner.folder / "tok"
+    folder.mkdir()
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": {"content": "<end>"}}')
+    assert runner("--name=r", f"--tokenizer={folder}", "--steps=1") == 0
+    run = runner.run("r")
+    assert load_tokenizer(run / "tokenizer.json").eos_id == load_tokenizer(run).eos_id == 1
+    for number, name in enumerate((run, run / "tokenizer.json", folder), start=2):
+        assert runner("--resume=r", f"--tokenizer={name}", f"--steps={number}") == 0
+    for path in folder.iterdir():
+        path.unlink()
+    assert runner("--resume=r", "--steps=5") == 0  # by its own copy
+
+
+def test_more_steps_say_what_becomes_of_the_schedule(runner, capsys):
+    assert runner("--name=r", "--steps=2") == 0
+    assert runner("--name=held", "--steps=2", "--set=optim.schedule_steps=2") == 0
+    capsys.readouterr()
+    assert runner("--resume=r", "--steps=4") == 0
+    out = capsys.readouterr().out
+    assert "learning rate: the schedule is now that of 4 steps, stretched; step 2 has" in out
+    assert runner("--resume=held", "--steps=4") == 0
+    out = capsys.readouterr().out
+    assert "the schedule ends at step 2 of 4; from there on it stays at" in out
+    assert "--set optim.schedule_steps=4 stretches it" in out
+
+
+def test_a_checkpoint_that_may_not_be_read_says_so(runner, capsys, monkeypatch, started):
+    def refused(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(checkpoint, "_sha256", refused)
+    capsys.readouterr()
+    assert runner("--resume=started", "--steps=3") == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "cannot be read: Permission denied" in error
+    assert "delete" not in error and "new run" not in error
 
 
 # --- signals ------------------------------------------------------------------------------------
@@ -255,6 +339,25 @@ def test_sigterm_saves_and_a_second_ctrl_c_leaves_at_once(runner):
     assert not (runner.run("twice") / "checkpoints").exists()
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_data_are_read_leaves_the_name_free(runner, capsys, monkeypatch, number):
+    original = session.build.open_data
+
+    def interrupted(*arguments):
+        signal.raise_signal(number)
+        return original(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session.build, "open_data", interrupted)
+        assert runner("--name=r", "--steps=1") == 128 + number
+    assert "nothing is left of" in capsys.readouterr().out and not runner.run("r").exists()
+    # killed there, it leaves a folder in which nothing was trained
+    runner.run("r").mkdir()
+    (runner.run("r") / "config.toml").write_text("")
+    (runner.run("r") / ".lock").write_text("process 1 on another\n")
+    assert runner("--name=r", "--steps=1") == 0
+
+
 def test_a_kill_loses_only_what_was_not_saved(runner):
     assert runner("--name=straight", "--steps=10", *FLAGS) == 0
     process = Process(runner, "--name=run", "--steps=10", "--set=checkpoint.interval=2", *FLAGS)
@@ -276,3 +379,20 @@ def test_a_start_without_checkpoint_hides_no_run(tmp_path):
     os.utime(tmp_path / "older" / "checkpoints" / "step_00000004", (0, 0))
     os.utime(tmp_path / "older" / "config.toml", (0, 0))
     assert run_folder.find(tmp_path, "").path.name == "older"
+
+
+def test_a_signal_that_does_not_come_through_ends_the_process():
+    """Whoever swallows it, a compiler for one, costs seconds and not the rest of its work."""
+    script = (
+        "import signal, time\n"
+        "from xtrain.training.console import StopSignals\n"
+        "StopSignals.GRACE_S = 0.2\n"
+        "with StopSignals() as stop:\n"
+        "    stop.at_once = lambda number: print('at once', number, flush=True)\n"
+        "    try:\n"
+        "        signal.raise_signal(signal.SIGTERM)\n"
+        "    except BaseException:\n"
+        "        time.sleep(60)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (143, "at once 15\n"), ended.stderr

@@ -381,6 +381,29 @@ def test_a_disk_full_of_other_files_is_one_line_too(runner, capsys, monkeypatch)
     assert "No space left" in error_line(capsys) and not runner.run("config").exists()
 
 
+@pytest.mark.parametrize("variable", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"])
+def test_one_of_several_processes_is_refused(runner, capsys, monkeypatch, variable):
+    monkeypatch.setenv(variable, "2")
+    assert runner("--name=r", "--steps=1") == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and f"{variable} is 2: the trainer is one process" in error
+    assert not runner.run("r").exists()
+    monkeypatch.setenv(variable, "1")
+    assert runner("--name=r", "--steps=1") == 0
+
+
+def test_validation_does_not_depend_on_the_cut(runner, capsys):
+    """Also with a micro-batch that does not divide the windows there are."""
+    losses = []
+    for size in (4, 2, 1):
+        flags = ("--set=train.eval_interval=1", f"--set=train.micro_batch_size={size}")
+        assert runner(f"--name=m{size}", "--steps=1", *flags) == 0
+        losses.append(runner.records(f"m{size}")[0]["val_loss"])
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+    out = capsys.readouterr().out
+    assert "residual site" not in out and "matched" not in out  # no dropout: no tables
+
+
 def test_warnings_are_shown_in_one_line(runner, capsys, monkeypatch):
     def train_with_a_warning(config, resume):
         warnings.warn("look\nhere", UserWarning, stacklevel=1)

@@ -95,10 +95,16 @@ def write(
 
 
 def steps(folder: Path) -> list[tuple[int, Path]]:
-    """Return (step, folder) of everything that has a checkpoint's name, oldest first."""
-    if not folder.is_dir():
+    """Return (step, folder) of everything that has a checkpoint's name, oldest first.
+
+    Raises: CheckpointError for a folder that cannot be read.
+    """
+    try:
+        found = [(match, path) for path in folder.iterdir() if (match := _match(path))]
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    found = [(match, path) for path in folder.iterdir() if (match := _match(path))]
+    except OSError as error:
+        raise CheckpointError(f"cannot read {folder}: {why(error)}") from error
     return sorted((int(match[1]), path) for match, path in found)
 
 
@@ -118,8 +124,9 @@ def defect(path: Path, *, contents: bool = True) -> str | None:
 
     contents: read every byte, not the sizes alone.
     """
+    name = "manifest.json"
     try:
-        manifest = json_file(path / "manifest.json")
+        manifest = json_file(path / name)
         files = manifest["files"]
         if manifest["format"] > FORMAT:
             return f"written by a newer xtrain (format {manifest['format']})"
@@ -135,9 +142,11 @@ def defect(path: Path, *, contents: bool = True) -> str | None:
                 return f"{name} is damaged (its SHA-256 differs)"
         if contents:
             return _wrong_contents(path)
-    except FileNotFoundError as error:
-        return f"{Path(error.filename).name} is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except OSError as error:  # no permission, a broken disk: nothing is said of what it holds
+        return f"{name} cannot be read: {why(error)}"
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"manifest.json is unreadable ({why(error)})"
     return None
 

@@ -108,7 +108,13 @@ class TrainSection(Section):
         unit="steps",
         at_least=0,
     )
-    eval_batches: int = option(8, "micro-batches of one validation", unit="batches", at_least=1)
+    eval_batches: int = option(
+        8,
+        "of train.batch_size sequences each in one validation, or all there are: the same ones "
+        "every time, whatever micro_batch_size is",
+        unit="batches",
+        at_least=1,
+    )
     log_interval: int = option(
         10, "between printed lines when the output is no terminal", unit="steps", at_least=1
     )
@@ -136,7 +142,11 @@ class OptimSection(Section):
         None, "linear warm-up; none: a tenth of the run, 1000 at most", unit="steps", at_least=0
     )
     schedule_steps: int | None = option(
-        None, "length of the schedule; none: train.steps", unit="steps", at_least=1
+        None,
+        "length of the schedule, at whose end min_learning_rate is reached and held; none: "
+        "train.steps, so that --resume with other --steps stretches it",
+        unit="steps",
+        at_least=1,
     )
     decay_fraction: float = option(
         0.2, "last part of a wsd schedule in which it falls", at_least=0, at_most=1

@@ -46,6 +46,11 @@ class Schedule:
             decay_fraction=optim.decay_fraction,
         )
 
+    @property
+    def ends_at(self) -> float:
+        """The step from which on the rate is `minimum`; a constant one never ends."""
+        return math.inf if self.kind == "constant" else self.total_steps
+
     def __call__(self, step: int) -> float:
         """Return the learning rate of one step, counted from 0."""
         if step < self.warmup_steps:

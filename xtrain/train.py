@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from xtrain.command_line import Parser, exit_codes, limit_spinning
 from xtrain.config import PRESETS, ConfigError, RunConfig, parse_assignment
@@ -83,7 +85,12 @@ def _add_training(add: Any) -> None:
     add("--compile", action=flag, help="through inductor; else the same passes, run eagerly [no]")
     add("--dropout", type=float, metavar="P", help="at every residual branch [0]")
     add("--recompute", metavar="R", help="none, full or the first N layers [none]")
-    add("--steps", type=int, metavar="N", help="optimiser steps [by the preset]")
+    add(
+        "--steps",
+        type=int,
+        metavar="N",
+        help="optimiser steps; other ones with --resume stretch the schedule [by the preset]",
+    )
     add("--name", help="the run's folder in runs/ [the preset's name and a number]")
     add(
         "--resume",
@@ -113,6 +120,28 @@ def overrides(args: argparse.Namespace) -> dict[str, Any]:
     return {**given, **dict(parse_assignment(text) for text in args.set)}
 
 
+def check_one_process() -> None:
+    """Refuse to be one of several: each would train a copy of the same run."""
+    for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):
+        size = os.environ.get(name, "")
+        if size.isdecimal() and int(size) > 1:
+            raise ConfigError(
+                f"{name} is {size}: the trainer is one process on one device, and {size} would "
+                "train equal copies; start it without torchrun, mpirun or srun (several GPUs are "
+                "planned), or unset the variable"
+            )
+
+
+def leave(code: int) -> NoReturn:
+    """End the process; after a signal without a wait for compilers that are still at work."""
+    if code > 128:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Read the command line, build the configuration and train; return the exit code."""
     with exit_codes() as status:
@@ -122,21 +151,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = base.override(changes)  # wrong values are refused before torch is imported
         if args.resume is not None and args.config:
             raise ConfigError("--resume continues with the run's own config.toml; no --config")
+        check_one_process()
         limit_spinning()
         from xtrain.training import console, session
-        from xtrain.training.resume import ResumePoint
+        from xtrain.training.resolve import start_folder, with_absolute_paths
         from xtrain.training.run_folder import find
 
         console.set_up_logging()
-        resume = None
+        run = None
         if args.resume is not None:
             run = find(Path(config.run.folder), args.resume or config.run.name)
-            changes.pop("run.name", None)
-            config = RunConfig.load(run.config).override(changes)
-            resume = ResumePoint.open(run)
-        status.code = session.train(config, resume)
+            saved = RunConfig.load(run.config)
+            saved = with_absolute_paths(saved, start_folder(saved, run.path))
+            # the run is where it was found, whatever it was called when it started
+            changes |= {"run.name": run.name, "run.folder": str(run.path.parent)}
+            config = saved.override(changes)
+        status.code = session.train(with_absolute_paths(config, Path.cwd()), run)
     return status.code
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

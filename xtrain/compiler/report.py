@@ -136,14 +136,14 @@ class Report:
             )
             for r in self.passes
         ]
+        site_names = ["residual site", "layer", "site", "dropout by"]
+        pass_names = ["pass", "matched", "replaced", "nodes", "time (ms)", "form", "left alone"]
+        tables = [
+            tabulate(rows, names, tablefmt="simple", disable_numparse=rows is passes)
+            for rows, names in ((sites, site_names), (passes, pass_names))
+            if rows
+        ]
         parts = [
-            tabulate(sites, ["residual site", "layer", "site", "dropout by"], tablefmt="simple"),
-            tabulate(
-                passes,
-                ["pass", "matched", "replaced", "nodes", "time (ms)", "form", "left alone"],
-                tablefmt="simple",
-                disable_numparse=True,
-            ),
             f"{len(self.sites)} residual sites; graphs compiled: "
             f"{self.num_train_graphs} for training, {self.num_eval_graphs} for evaluation",
         ]
@@ -155,7 +155,7 @@ class Report:
         parts += [f"unseeded: {line}" for line in self.unseeded]
         parts += [f"note: {line}" for line in self.notes]
         parts += [str(self.verification)] if self.verification is not None else []
-        return "\n\n".join(parts[:2]) + "\n\n" + "\n".join(parts[2:])
+        return "\n\n".join([*tables, "\n".join(parts)])
 
     def _account_said(self) -> str:
         by_verdict = {v: [s for s in self.account if s.verdict == v] for v in _VERDICTS}

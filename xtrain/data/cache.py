@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -207,7 +207,7 @@ def _open_locked(path: Path, mode: str, on_wait: Callable[[], None] | None = Non
                 if on_wait is not None:
                     on_wait()
                 _wait_for_lock(file)
-            if _is_at(file, path):
+            if is_at(file, path):
                 return file
         except BaseException:
             file.close()
@@ -215,7 +215,8 @@ def _open_locked(path: Path, mode: str, on_wait: Callable[[], None] | None = Non
         file.close()
 
 
-def _is_at(file: BinaryIO, path: Path) -> bool:
+def is_at(file: IO[Any], path: Path) -> bool:
+    """Return whether an open file is still the one at path, not removed or replaced since."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
     except FileNotFoundError:

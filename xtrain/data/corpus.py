@@ -156,7 +156,8 @@ class _Opener:
                 f"tokenizer {spec} is for token shards (.bin), but {self.listing.label} holds"
                 " text: use byte, bpe:N or a tokenizer.json"
             )
-        key = _hash(cache.FORMAT_VERSION, content.sha256, tokenizer.fingerprint)
+        version = encode.version(tokenizer)
+        key = _hash(version, content.sha256, tokenizer.fingerprint)
 
         def build() -> Iterator[Ids]:
             started, count = time.perf_counter(), 0
@@ -286,7 +287,8 @@ def _noun(sources: Sequence[Source]) -> str:
 def _stored_tokenizer(path: Path, spec: str) -> JsonTokenizer | None:
     """Return a trained tokenizer from the cache, or None when it is absent or damaged."""
     try:
-        return JsonTokenizer(spec, path.read_text(encoding="utf-8"), END_OF_TEXT)
+        text = path.read_text(encoding="utf-8")
+        return JsonTokenizer(spec, text, {"eos_token": END_OF_TEXT})
     except FileNotFoundError:
         return None
     except Exception:  # the tokenizers package raises bare Exception

@@ -2,7 +2,7 @@
 
 byte    256 ids, the bytes of the UTF-8 text; no end-of-document id
 bpe:N   byte-level BPE of N ids with <|endoftext|> (id 0), by the `tokenizers` package
-FILE    a tokenizer.json, or a folder that holds one
+FILE    a tokenizer.json, or a folder that holds one; what stands beside it names the special tokens
 ids:N   N ids without text, for token shards whose tokenizer is elsewhere
 
 `encode` adds nothing (no bos, no eos, no padding, no truncation). Text that spells a special token,
@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,7 +26,10 @@ from xtrain.strict_read import file_bytes, is_object, json_file, json_value, sho
 END_OF_TEXT = "<|endoftext|>"
 MIN_BPE_SIZE = 257  # every byte, and END_OF_TEXT
 MAX_BPE_SIZE = 1_000_000
-# What tokenizers of well-known models call the end of a document, when no config says it.
+# Files beside a tokenizer.json that name its special tokens; an earlier one wins.
+_TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+_ID_FILES = ("generation_config.json", "config.json")  # the model's, with its eos_token_id
+# What tokenizers of well-known models call the end of a document, when no file says it.
 _EOS_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
 _NAMES = "byte, bpe:N, ids:N or the path of a tokenizer.json"
 
@@ -106,9 +109,15 @@ class IdTokenizer:
 
 
 class JsonTokenizer:
-    """A tokenizer.json run by the `tokenizers` package."""
+    """A tokenizer.json run by the `tokenizers` package.
 
-    def __init__(self, name: str, json_text: str, eos: str | None = None) -> None:
+    special_tokens: role -> text, such as {"eos_token": "<|im_end|>"}; tokenizer.json itself does
+    not say which token ends a document.
+    """
+
+    def __init__(
+        self, name: str, json_text: str, special_tokens: Mapping[str, str] | None = None
+    ) -> None:
         from tokenizers import Tokenizer as Backend
 
         self.name = name
@@ -121,30 +130,44 @@ class JsonTokenizer:
         if not vocab:
             raise ValueError("its vocabulary is empty")
         self.vocab_size = max(vocab.values()) + 1
-        names = (eos,) if eos is not None else _EOS_NAMES
-        self.eos_id: int | None = next((vocab[n] for n in names if n in vocab), None)
+        self.special_tokens = dict(special_tokens or {})
+        known = next((name for name in _EOS_NAMES if name in vocab), None)
+        if known is not None:
+            self.special_tokens.setdefault("eos_token", known)
+        self.eos_id: int | None = vocab.get(self.special_tokens.get("eos_token", ""))
         self.fingerprint = hashlib.sha256(f"{self.eos_id}\n{json_text}".encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of text, without the specials that a post-processor would add."""
         _check_surrogates(text)
-        return next(self.encode_batch([text]))
+        return self.encodings([text], with_offsets=False)[0].ids
 
-    def encode_batch(self, texts: Sequence[str]) -> Iterator[list[int]]:
-        """Yield the ids of each text; the package spreads them over the cores."""
+    def encodings(self, texts: Sequence[str], *, with_offsets: bool) -> list[Any]:
+        """Return what the package makes of each text, spread over the cores.
+
+        with_offsets: also which characters each id stands for, which takes half as long again.
+        """
+        backend = self.backend
+        encode = backend.encode_batch if with_offsets else backend.encode_batch_fast
         text = f"{shown(texts[0])}{' and others' if len(texts) > 1 else ''}" if texts else ""
         with tokenizer_errors(f"{self.name} cannot encode {text}"):  # a word, without [UNK], say
-            encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
-        for encoding in encodings:
-            yield encoding.ids
+            return encode(texts, add_special_tokens=False)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids, special tokens spelt out."""
         return self.backend.decode(_checked_ids(ids, self), skip_special_tokens=False)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the tokenizer.json, byte for byte as it was read or trained."""
-        Path(path).write_text(self.json_text, encoding="utf-8")
+        """Write the tokenizer.json as it was read or trained, and its special tokens beside it."""
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", **self.special_tokens}
+        beside = Path(path).with_name(_TOKEN_FILES[0])
+        beside.write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+        Path(path).write_text(self.json_text, encoding="utf-8", newline="")
+
+
+def names_file(spec: str) -> bool:
+    """Return whether a tokenizer's name is that of a file or folder, not byte, bpe:N or ids:N."""
+    return spec.partition(":")[0] not in ("byte", "bpe", "ids")
 
 
 def parse_bpe(spec: str) -> int | None:
@@ -189,7 +212,7 @@ def train_bpe(vocab_size: int, texts: Iterable[str]) -> JsonTokenizer:
     )
     # Spelt out in the text the special token would lend its letters to merges that never apply.
     backend.train_from_iterator((text.replace(END_OF_TEXT, "\n") for text in texts), trainer)
-    return JsonTokenizer(f"bpe:{vocab_size}", backend.to_str(), END_OF_TEXT)
+    return JsonTokenizer(f"bpe:{vocab_size}", backend.to_str(), {"eos_token": END_OF_TEXT})
 
 
 def _parse_size(spec: str, kind: str, minimum: int, why: str) -> int | None:
@@ -224,17 +247,32 @@ def _load_file(spec: str) -> Tokenizer:
             return load_tokenizer(f"ids:{parsed['xtrain_ids']}")
         if _is_byte_tokenizer(parsed):
             return ByteTokenizer()
-        return JsonTokenizer(spec, text, _configured_eos(path))
+        return JsonTokenizer(spec, text, _special_tokens(path, parsed))
 
 
-def _configured_eos(path: Path) -> str | None:
-    """Return eos_token of the tokenizer_config.json beside a tokenizer.json, if it names one."""
+def _special_tokens(path: Path, parsed: Mapping[str, Any]) -> dict[str, str]:
+    """Return role -> text as the files beside a tokenizer.json name them."""
+    tokens: dict[str, str] = {}
+    for config in map(path.with_name, _TOKEN_FILES):
+        for role, value in _json_object(config).items():
+            text = value.get("content") if isinstance(value, dict) else value
+            if role.endswith("_token") and isinstance(text, str):
+                tokens.setdefault(role, text)
+    for config in map(path.with_name, _ID_FILES):
+        ids = _json_object(config).get("eos_token_id")
+        first = ids[0] if isinstance(ids, list) and ids else ids
+        for added in parsed.get("added_tokens", ()):
+            if added["id"] == first:
+                tokens.setdefault("eos_token", added["content"])
+    return tokens
+
+
+def _json_object(path: Path) -> dict[str, Any]:
     try:
-        config = json_file(path.with_name("tokenizer_config.json"))
-        eos = config.get("eos_token")
-    except (OSError, ValueError, AttributeError):
-        return None
-    return eos.get("content") if isinstance(eos, dict) else eos
+        value = json_file(path)
+    except (OSError, ValueError):
+        return {}
+    return value if is_object(value) else {}
 
 
 def _check_surrogates(text: str) -> None:
@@ -283,7 +321,8 @@ def _byte_tokenizer_json() -> str:
 def _is_byte_tokenizer(parsed: Any) -> bool:
     """Whether a tokenizer.json is the one that ByteTokenizer.save writes: 256 bytes, no merges."""
     model = parsed["model"]
-    return not model.get("merges") and model.get("vocab") == _byte_vocab()
+    added = parsed.get("added_tokens")
+    return not added and not model.get("merges") and model.get("vocab") == _byte_vocab()
 
 
 def ids_dtype(vocab_size: int) -> np.dtype:

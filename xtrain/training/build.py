@@ -83,16 +83,17 @@ def versions(device: str) -> dict[str, str]:
     }
 
 
-def open_data(config: RunConfig) -> tuple[Corpus, Batches, Batches | None]:
-    """Return the corpus, its training batches and, unless there are none, its validation batches.
+def open_data(config: RunConfig, tokenizer: str) -> tuple[Corpus, Batches, Batches | None]:
+    """Return the corpus, its training batches and, unless there are none, its validation windows.
 
+    tokenizer: to read in place of data.tokenizer: the run's own copy of it.
     Raises: DataError for everything that is wrong with the data.
     """
     data, train = config.data, config.train
     assert train.seq_len and train.batch_size and train.micro_batch_size
     corpus = open_corpus(
         list(data.paths) or None,
-        tokenizer=data.tokenizer,
+        tokenizer=tokenizer,
         field=data.field,
         errors=data.errors,
         cache_dir=Path(data.cache_dir) if data.cache_dir else None,
@@ -101,8 +102,8 @@ def open_data(config: RunConfig) -> tuple[Corpus, Batches, Batches | None]:
     batches = Batches(training, seq_len=train.seq_len, batch_size=train.batch_size, seed=train.seed)
     if not validation.size or not train.eval_interval:
         return corpus, batches, None
-    # always the same windows, so that validation losses of a run compare
-    val = Batches(validation, seq_len=train.seq_len, batch_size=train.micro_batch_size, seed=0)
+    # always the same windows, in the same order, so that validation losses compare
+    val = Batches(validation, seq_len=train.seq_len, batch_size=train.batch_size, seed=0)
     return corpus, batches, val
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 from xtrain.config import ConfigError, RunConfig
+from xtrain.data.sources import HF_PREFIX
+from xtrain.data.tokenizer import names_file
 
 # What a preset does when nothing else is said. The CPU sizes end within minutes on two cores. The
 # larger ones up to 1b fit a GPU of 80 GB (less memory: train.micro_batch_size); their steps are
@@ -67,6 +71,49 @@ def resolve(config: RunConfig, *, device: str, bf16: bool, world_size: int = 1) 
             "run.deterministic": _default(deterministic, not cuda),
         }
     )
+
+
+def with_absolute_paths(config: RunConfig, base: Path) -> RunConfig:
+    """Return config with its paths absolute, those that are not being read from the folder base."""
+    data, run = config.data, config.run
+    tokenizer = data.tokenizer
+    return config.override(
+        {
+            "data.paths": [_absolute_data(name, base) for name in data.paths],
+            "data.tokenizer": _absolute(tokenizer, base) if names_file(tokenizer) else tokenizer,
+            "data.cache_dir": data.cache_dir and _absolute(data.cache_dir, base),
+            "run.folder": _absolute(run.folder, base),
+            "run.dump_graphs": run.dump_graphs and _absolute(run.dump_graphs, base),
+        }
+    )
+
+
+def start_folder(saved: RunConfig, run: Path) -> Path:
+    """Return the folder from which the relative paths in a run's config.toml are to be read.
+
+    Where run.folder is absolute, as every run now leaves it, none of them is relative. An older run
+    lies in run.folder below the folder in which it was started.
+    """
+    folder, parent = Path(saved.run.folder), Path(os.path.abspath(run)).parent
+    depth = len(parent.parts) - len(folder.parts)
+    if not folder.is_absolute() and parent.parts[depth:] == folder.parts:
+        return Path(*parent.parts[:depth])
+    return Path.cwd()
+
+
+def _absolute_data(name: str, base: Path) -> str:
+    if not name.startswith(HF_PREFIX):
+        return _absolute(name, base)
+    path, *split = name.removeprefix(HF_PREFIX).split(":")  # of the hub, unless there is a folder
+    local = _absolute(path, base)
+    return HF_PREFIX + ":".join([local, *split]) if path and os.path.isdir(local) else name
+
+
+def _absolute(name: str, base: Path) -> str:
+    path = os.path.join(base, os.path.expanduser(name))
+    normal = os.path.normpath(path)
+    # a link before a "..": taking both out would name another place
+    return normal if os.path.realpath(normal) == os.path.realpath(path) else path
 
 
 def _default(value: Any, default: Any) -> Any:

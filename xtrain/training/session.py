@@ -17,6 +17,7 @@ from xtrain.generate import generate
 from xtrain.metrics import format_mfu
 from xtrain.strict_read import shown
 from xtrain.training import build, run_folder
+from xtrain.training.console import Interrupted, StopSignals
 from xtrain.training.plot import plot_losses
 from xtrain.training.resolve import resolve
 from xtrain.training.resume import ResumePoint
@@ -29,9 +30,10 @@ log = logging.getLogger(__name__)
 PROMPT_TOKENS = 32  # from the data, where the user names no prompt
 
 
-def train(config: RunConfig, resume: ResumePoint | None = None) -> int:
+def train(config: RunConfig, run: RunFolder | None = None) -> int:
     """Run a configuration to its end and return the exit code: 0, or 128 + the signal.
 
+    run:    the folder of a run to continue, whose configuration config has been made from.
     Raises: ConfigError, DataError, CheckpointError, TrainingError.
     """
     device, bf16 = build.choose_device(config.run.device)
@@ -45,18 +47,27 @@ def train(config: RunConfig, resume: ResumePoint | None = None) -> int:
             f"device {device}: preset {config.model.preset}, {config.run.dtype} (choose by "
             "--device, --preset, --set run.dtype=...)"
         )
-    if resume is not None:
-        with _disk_errors(resume.run):
-            trainer = _build(config, resume.run, versions, said, resume)
-        return _train(trainer)
-    run = run_folder.create(Path(config.run.folder), config.run.name, config.model.preset)
-    try:
-        with _disk_errors(run):
-            trainer = _build(config, run, versions, said, None)
-    except BaseException:
-        run.remove_if_unused()  # its name stays free
-        raise
-    return _train(trainer)
+    is_new = run is None
+    with StopSignals() as stop:
+        if run is None:
+            run = run_folder.create(_shown(config.run.folder), config.run.name, config.model.preset)
+        else:
+            run.acquire()
+        stop.at_once = lambda number: _say_stopped(run, number, is_new)
+        try:
+            trainer = _build(config, run, versions, said, is_new)
+            return _train(trainer, stop)
+        except Interrupted as interrupted:
+            _say_stopped(run, interrupted.number, is_new)
+            return 128 + interrupted.number
+        finally:
+            run.release()
+
+
+def _shown(folder: str) -> Path:
+    """Return a folder as its user would name it from here."""
+    here = Path.cwd()
+    return Path(folder).relative_to(here) if Path(folder).is_relative_to(here) else Path(folder)
 
 
 def _build(
@@ -64,9 +75,27 @@ def _build(
     run: RunFolder,
     versions: dict[str, str],
     said: Sequence[str],
+    is_new: bool,
+) -> Trainer:
+    """Build a run or restore it, in a locked folder; of a new one that fails nothing is left."""
+    try:
+        with _disk_errors(run):
+            resume = None if is_new else ResumePoint.open(run)
+            return _build_in(config, run, versions, said, resume)
+    except BaseException:
+        if is_new:
+            run.remove_if_unused()  # its name stays free
+        raise
+
+
+def _build_in(
+    config: RunConfig,
+    run: RunFolder,
+    versions: dict[str, str],
+    said: Sequence[str],
     resume: ResumePoint | None,
 ) -> Trainer:
-    """Open the data, build everything on them, and leave config.toml and tokenizer.json.
+    """Open the data, build everything on them, and leave config.toml and the tokenizer.
 
     said: lines about the run. Nothing is said before the data are read: what is wrong with them
     would stand below a page of configuration.
@@ -76,10 +105,16 @@ def _build(
     if config.run.dump_graphs:  # else it fails when it is first needed, in the first step
         Path(config.run.dump_graphs).mkdir(parents=True, exist_ok=True)
     early = build.with_model(config, build.model_config(config, vocab_size=1))
+    asked = config.model.vocab_size
+    tokenizer = config.data.tokenizer
     if resume is not None:
         resume.check_config(early)
-    asked = config.model.vocab_size
-    corpus, batches, validation = build.open_data(config)
+        resume.check_paths(config)
+        tokenizer = resume.tokenizer(config)
+    else:
+        # from here on --resume starts the run, should it be killed before its first checkpoint
+        run.write_config(config.override({"run.name": run.name}), versions)
+    corpus, batches, validation = build.open_data(config, tokenizer)
     if resume is not None:
         resume.check_data(corpus)
     shape = build.model_config(config, corpus.vocab_size)
@@ -101,34 +136,60 @@ def _build(
         corpus.vocab_size,
     )
     trainer = Trainer(Parts(config, run, model, compiled, corpus, batches, validation, versions))
-    if resume is not None:
+    if resume is not None and resume.saved is not None:
         trainer.restore(resume.saved)
         log.info("continuing after step %d of %s", resume.saved.step, resume.saved.path)
+    if trainer.schedule.ends_at < trainer.steps:
+        _say_held(trainer)
     run.write_config(config, versions)
-    if not run.tokenizer.exists():  # resumed: the same one, as its fingerprint says
+    if tokenizer != str(run.tokenizer):  # that is what was read
         corpus.tokenizer.save(run.tokenizer)
     return trainer
 
 
-def _train(trainer: Trainer) -> int:
+def _say_held(trainer: Trainer) -> None:
+    """Say that the schedule ends before the run, and how to stretch it."""
+    end, rate = trainer.schedule.ends_at, trainer.schedule.minimum
+    log.log(
+        logging.INFO if rate else logging.WARNING,
+        "learning rate: the schedule ends at step %d of %d; from there on it stays at %g%s "
+        "(--set optim.schedule_steps=%d stretches it)",
+        end,
+        trainer.steps,
+        rate,
+        "" if rate else ", which changes no weight",
+        trainer.steps,
+    )
+
+
+def _train(trainer: Trainer, stop: StopSignals) -> int:
     run = trainer.parts.run
     started = time.perf_counter()
     if trainer.first_step == 0:
         _log_sample(trainer, "before training")
     try:
         with _disk_errors(run):
-            received = trainer.run()
+            received = trainer.run(stop)
     except TrainingError as error:
         raise TrainingError(f"{error}. {_how_to_resume(trainer)}") from error
     finally:
         _plot(trainer)
     if received is not None:
-        name = signal.Signals(received).name
-        log.info("stopped by %s. %s", name, _how_to_resume(trainer))
+        log.info("stopped by %s. %s", signal.Signals(received).name, _how_to_resume(trainer))
         return 128 + received
     _log_sample(trainer, "after training")
     _log_end(trainer, time.perf_counter() - started)
     return 0
+
+
+def _say_stopped(run: RunFolder, number: int, is_new: bool) -> None:
+    """Say that a signal came before a step was done, and how the run starts or goes on."""
+    name = signal.Signals(number).name
+    if is_new and (not run.path.exists() or run.remove_if_unused()):
+        log.info("stopped by %s before the first step: nothing is left of %s", name, run.path)
+    else:
+        command = f"python -m xtrain.train --resume {run.path}"
+        log.info("stopped by %s; continue with: %s", name, command)
 
 
 def _check_sample_prompt(config: RunConfig, tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -230,11 +291,12 @@ def _title(trainer: Trainer) -> str:
 
 def _how_to_resume(trainer: Trainer) -> str:
     run = trainer.parts.run
+    command = f"python -m xtrain.train --resume {run.path}"
     if trainer.saved_step is None:
-        return f"No checkpoint was written; the records are in {run.path}"
+        return f"No checkpoint was written; start it again with: {command}"
     return (
         f"The last checkpoint, after step {trainer.saved_step} of {trainer.steps}, is in "
-        f"{run.checkpoints}; continue with: python -m xtrain.train --resume {run.path}"
+        f"{run.checkpoints}; continue with: {command}"
     )
 
 
@@ -256,10 +318,13 @@ def _log_end(trainer: Trainer, seconds: float) -> None:
         lines.append(f"  training loss   {losses[0]:.4f} -> {losses[-1]:.4f}")
     if validation:
         lines.append(f"  validation loss {validation[0]:.4f} -> {validation[-1]:.4f} (dropout off)")
+    more = 2 * trainer.steps
+    set_length = trainer.parts.config.optim.schedule_steps
+    stretch = f" --set optim.schedule_steps={more}" if set_length and set_length < more else ""
     lines += [
         f"{run.path}/ holds {run.config.name}, {run.metrics.name}, {run.plot.name}, "
         f"{run.tokenizer.name}, {run.checkpoints.name}/",
-        f"  more steps: python -m xtrain.train --resume {run.path} --steps {2 * trainer.steps}",
+        f"  more steps: python -m xtrain.train --resume {run.path} --steps {more}{stretch}",
         f"  more text:  python -m xtrain.generate --run {run.path}",
     ]
     log.info("%s", "\n".join(lines))

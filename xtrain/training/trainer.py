@@ -17,8 +17,8 @@ from xtrain.model import Transformer
 from xtrain.optim import Schedule, build_adamw, load_named_state, named_state, step_function
 from xtrain.state_names import load_model_tensors, model_tensors, parameter_names
 from xtrain.training import build
-from xtrain.training.console import Progress, StopSignals
-from xtrain.training.loader import Loader, StepBatch, cut_batch, to_device
+from xtrain.training.console import Interrupted, Progress, StopSignals
+from xtrain.training.loader import IGNORE_INDEX, Loader, StepBatch, cut_batch, to_device
 from xtrain.training.recorder import Recorder
 from xtrain.training.run_folder import RunFolder
 from xtrain.training.update import StepResult, TrainingError, Updater
@@ -124,32 +124,34 @@ class Trainer:
 
     # --- the loop -------------------------------------------------------------------------------
 
-    def run(self) -> int | None:
+    def run(self, stop: StopSignals) -> int | None:
         """Train to the last step; return the signal that ended it earlier, or None.
 
-        Raises: TrainingError for a loss that is not finite or memory that does not suffice.
+        Raises: TrainingError for a loss that is not finite or memory that does not suffice;
+                Interrupted for a signal before the first step is done.
         """
         self.fingerprints = self._fingerprints()
         log_interval = self.parts.config.train.log_interval
         progress = Progress(self.first_step, self.steps, log_interval)
         self.parts.compiled.train()
-        with StopSignals() as stop, self.parts.run.open_metrics(self.first_step) as file:
+        with self.parts.run.open_metrics(self.first_step) as file:
             recorder = Recorder(file, progress, self.meter, self.device, num_tokens=self.num_tokens)
             try:
                 for batch in self.loader.steps(self.first_step, self.steps):
                     self._step(batch, recorder, stop)
                     if stop.received:
                         return stop.received
+                    stop.gently = True  # what has been done is worth a checkpoint
             except torch.OutOfMemoryError as error:
                 raise TrainingError(self._out_of_memory()) from error
-            except Exception as error:
+            except Exception:
                 # Ctrl-C also reaches the compilers that torch has started, and their end looks
                 # like a failed compilation.
                 if not stop.received or recorder.num_records:
                     raise
-                log.warning("ended before the first step was done (%s)", type(error).__name__)
-                return stop.received
+                raise Interrupted(stop.received) from None
             finally:
+                stop.gently = False
                 progress.close()
         return None
 
@@ -169,7 +171,9 @@ class Trainer:
             return
         record = self._finish(recorder)
         if result is not None and not self.reported:
-            log.info("%s", self.parts.compiled.report())
+            report = self.parts.compiled.report()
+            if report.sites or report.passes or report.notes or report.unseeded:
+                log.info("%s", report)  # else there is no dropout, nothing was looked for
             self.reported = True
         if evaluate:
             record["val_loss"] = self.evaluate()
@@ -216,18 +220,21 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Return the mean loss over the validation batches, dropout off."""
+        """Return the mean loss over the validation windows' targets, dropout off.
+
+        Which windows these are depends on the data and on eval_batches * batch_size alone.
+        """
         validation, train = self.parts.validation, self.parts.config.train
-        assert validation is not None and train.micro_batch_size
+        assert validation is not None and train.micro_batch_size and train.batch_size
         total, count = torch.zeros((), dtype=torch.float64, device=self.device), 0
-        # no window twice, unless there are fewer than one batch of them
-        num_batches = max(
-            min(train.eval_batches, validation.num_samples // train.micro_batch_size), 1
-        )
+        # no window twice
+        num_windows = min(train.eval_batches * train.batch_size, validation.num_samples)
         self.parts.compiled.eval()
-        for number in range(num_batches):
-            inputs, targets = validation.batch(number)
-            whole = cut_batch(number, inputs, targets, micro_batch_size=len(inputs))
+        for first in range(0, num_windows, train.micro_batch_size):
+            inputs, targets = validation.samples(first, train.micro_batch_size)
+            # the last rows may be too many: they keep the shape, which is compiled, and count not
+            targets[num_windows - first :] = IGNORE_INDEX
+            whole = cut_batch(first, inputs, targets, micro_batch_size=len(inputs))
             micro = to_device(whole, self.device).micro_batches[0]
             with self.autocast():
                 _, loss = self.parts.compiled(micro.inputs, micro.targets, return_logits=False)
