@@ -309,7 +309,7 @@ BROKEN = [
     ("case_0000.json", "delete", "case_0000.json is missing"),
     ("manifest.json", "cut", "is damaged"),
     ("manifest.json", "delete", "is no complete record: manifest.json is missing"),
-    ("manifest.json", "version", "has schema version 2, this xtrain reads 1"),
+    ("manifest.json", "version", "has schema version 3, this xtrain reads 1 to 2"),
     ("manifest.json", "foreign", "is no record"),
     ("manifest.json", "list", "is no record"),
     ("manifest.json", "files", "manifest.json is damaged"),
@@ -332,7 +332,7 @@ def test_a_broken_record_is_one_line(tmp_path, name, how, message):
         file.unlink()
     else:
         contents = json.loads(text)
-        contents |= {"version": 2} if how == "version" else {}
+        contents |= {"version": 3} if how == "version" else {}
         contents |= {"format": "other"} if how == "foreign" else {}
         contents |= {"files": ["record.json"]} if how == "files" else {}
         file.write_text(json.dumps([] if how == "list" else contents))

@@ -16,6 +16,7 @@ from xtrain.drift.align import Unmatched, align, contradictions, differences, op
 from xtrain.drift.comparable import Change, changes, why_not_comparable
 from xtrain.drift.errors import DriftError
 from xtrain.drift.flip import flip_verdict
+from xtrain.drift.pairing import Partners
 from xtrain.drift.record_folder import Case, Columns, OpKey, Record, Step
 from xtrain.drift.rows import Aside, out_of_order, set_aside
 from xtrain.drift.values import Distance, absolute_difference, coarser_dtype, max_ulps, to_float64
@@ -93,7 +94,7 @@ class LayerGrowth:
 
     path: str
     max_abs: float = 0.0
-    max_ulps: float = 0.0
+    max_ulps: float = 0.0  # of numbers of the size of the output's rms at that place, or larger
     max_relative: float = 0.0  # to the root mean square of the output at that place
     num_different: int = 0
     num_compared: int = 0
@@ -113,6 +114,7 @@ class Comparison:
     unmatched: list[Unmatched] = field(default_factory=list)
     num_matched: int = 0  # op results compared
     aside: Aside = field(default_factory=set, repr=False)  # rows in an order of their own
+    partners: Partners | None = field(default=None, repr=False)  # None: not compared op by op
 
     @cached_property
     def same_layout(self) -> bool:
@@ -183,8 +185,9 @@ def compare(a: Record | str | os.PathLike[str], b: Record | str | os.PathLike[st
     if not same_inputs:
         return result
     result.growth = [LayerGrowth(path) for path in a.model["blocks"]]
+    result.partners = Partners(a, b, same_layout=result.same_layout)
     if not result.same_layout:
-        result.aside = out_of_order(a, b)
+        result.aside = out_of_order(a, b, result.partners)
     unmatched: Counter[tuple[str, str, str]] = Counter()
     for case_a, case_b in zip(a.cases, b.cases, strict=True):
         result.prompts.append(_compare_case(result, case_a, case_b, unmatched))
@@ -233,13 +236,18 @@ def _compare_ops(
             names = keys_a or keys_b
             unmatched.update(("a" if keys_a else "b", *key[:2]) for key in names)
             continue
-        aligned = align(keys_a, keys_b)
+        if kind == "ops" and result.partners is not None:
+            aligned = result.partners(a, b)
+        else:
+            aligned = align(keys_a, keys_b)
         unmatched.update(("a", *keys_a[i][:2]) for i in aligned.only_a)
         unmatched.update(("b", *keys_b[j][:2]) for j in aligned.only_b)
         columns = a.columns(kind), b.columns(kind)
-        for i, what in contradictions(*columns, keys_a, keys_b)[:1]:
+        for i, what in contradictions(aligned.pairs, *columns, keys_a, keys_b)[:1]:
             raise _contradiction(a, keys_a[i], what)
-        rows = differences(*columns, keys_a, keys_b, same_layout=result.same_layout)
+        rows = differences(
+            aligned.pairs, *columns, keys_a, keys_b, same_layout=result.same_layout
+        )
         if kind == "ops" and result.aside:
             rows = set_aside(rows, a, b, result.aside)
         result.num_matched += int(rows.comparable.sum())
@@ -366,8 +374,11 @@ def _grow(result: Comparison, a: Step, b: Step) -> None:
         layer.num_different += int(delta.any(axis=1).sum())
         worst = float(delta.max())
         layer.max_abs = max(layer.max_abs, worst)
-        layer.max_ulps = max(layer.max_ulps, max_ulps(delta, x, y, coarser_dtype(dtype_a, dtype_b)))
         with np.errstate(all="ignore"):
-            relative = delta.max(axis=1) / np.sqrt(np.mean(x * x, axis=1))
+            rms = np.sqrt(np.mean(x * x, axis=1))
+            relative = delta.max(axis=1) / rms
+        coarser = coarser_dtype(dtype_a, dtype_b)
+        ulps = max_ulps(delta, x, y, coarser, np.nan_to_num(rms)[:, None])
+        layer.max_ulps = max(layer.max_ulps, ulps)
         if np.isfinite(relative).any():
             layer.max_relative = max(layer.max_relative, float(np.nanmax(relative)))

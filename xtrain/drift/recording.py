@@ -260,7 +260,7 @@ class _Recording:
         order = np.lexsort((ids, -np.nan_to_num(values, nan=np.inf)), axis=-1)
         values = np.take_along_axis(values, order, -1).astype(np.float64)
         ids = np.take_along_axis(ids, order, -1)
-        with np.errstate(invalid="ignore"):
+        with np.errstate(invalid="ignore", over="ignore"):
             margin = values[:, 0] - values[:, 1] if count > 1 else np.full(len(values), np.inf)
         shown = slice(0, self.settings.top_k)
         return {

@@ -68,9 +68,9 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
 
 
 def size_text(size: Distance) -> str:
-    """Return "1.2e-07 (3 ulp)"; a lower bound says so."""
+    """Return "1.2e-07 (3 ulp)"; a lower bound says so, and no figure stands for none that is near."""
     if size.max_abs == 0 and not size.exact:
-        return "too little for the samples to show; record with --tensors"
+        return "not to be seen in the samples; record with --tensors"
     ulps = f" ({size.max_ulps:.3g} ulp)" if size.max_ulps else ""
     return f"{'' if size.exact else 'at least '}{size.max_abs:.3g}{ulps}"
 

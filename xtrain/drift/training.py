@@ -117,15 +117,16 @@ class _TrainingObserver(torch_compat.PlainDispatchMode):
         self.path_of: dict[int, str] = {}  # autograd node -> the module that made it
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
         if torch_compat.in_backward():
             number = torch_compat.running_sequence_number()
             path = self.path_of.get(-1 if number is None else number, "")
-            record_result(self.sink, f"{path} (backward)".strip(), func, result)
+            path = f"{path} (backward)".strip()
         else:
             path = self.path[-1] if self.path else ""
             self.path_of[torch_compat.last_sequence_number()] = path
-            record_result(self.sink, path, func, result)
+        record_result(self.sink, self.origins, path, func, args, kwargs, result)
         return result
 
     @contextmanager

@@ -31,10 +31,15 @@ def hash_weights(model: nn.Module) -> list[dict[str, Any]]:
     recorded as such.
     """
     found = []
-    for name, tensor in (*model.named_parameters(), *_buffers(model, persistent=True)):
+    for name, tensor in saved_weights(model):
         name = name.replace("_orig_mod.", "")  # the wrapper of torch.compile is none of the model
         found.append({"name": name, "shape": list(tensor.shape), **_marks(tensor)})
     return found
+
+
+def saved_weights(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return every parameter and saved buffer by name, tied ones once: a record's order."""
+    return [*model.named_parameters(), *_buffers(model, persistent=True)]
 
 
 def _marks(tensor: Tensor) -> dict[str, Any]:

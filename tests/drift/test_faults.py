@@ -1,0 +1,248 @@
+"""Planted faults: one thing changed in a tiny model, and the op or cause that must be named.
+
+The models are of many designs, and each fault is one line of its code. What is expected was read
+off that code: the op behind the changed line, by the name that torch gives it.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from drift_models import next_up
+from torch import nn
+
+from xtrain.drift import compare, record
+from xtrain.drift.models import draw_weights
+from xtrain.drift.report import as_text
+
+VOCAB, DIM, HEADS = 32, 16, 4
+
+
+class Norm(nn.Module):
+    """x / rms(x) * w, or LayerNorm with a bias."""
+
+    def __init__(self, fault, mean=False):
+        super().__init__()
+        self.fault, self.mean = fault, mean
+        self.weight = nn.Parameter(torch.empty(1, DIM))
+        self.bias = nn.Parameter(torch.empty(1, DIM)) if mean else None
+        self.eps = 1e-3 if "eps" in fault else 1e-5
+
+    def forward(self, x):
+        if "norm of half" in self.fault:
+            x = x.half().float()
+        if self.mean:
+            return F.layer_norm(x, (DIM,), self.weight[0], self.bias[0], self.eps)
+        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        out = x * scale
+        if "weight plus one" in self.fault:
+            return out * (1 + self.weight)
+        if "times one" in self.fault:
+            out = out * 1.0
+        if "times a bit" in self.fault:
+            out = out * 1.001
+        if "norm without weight" in self.fault:
+            return out
+        return self.weight * out if "other order" in self.fault else out * self.weight
+
+
+class Attention(nn.Module):
+    def __init__(self, fault, groups=1, bias=False, qk_norm=False):
+        super().__init__()
+        self.fault, self.groups = fault, groups
+        kv = DIM // groups
+        self.query = nn.Linear(DIM, DIM, bias)
+        self.key, self.value = nn.Linear(DIM, kv, bias), nn.Linear(DIM, kv, bias)
+        self.output = nn.Linear(DIM, DIM, bias)
+        self.scale = nn.Parameter(torch.empty(1, 1)) if qk_norm else None
+
+    def forward(self, x):
+        B, T, _ = x.shape
+        size = DIM // HEADS
+        key, value = self.key, self.value
+        if "key for value" in self.fault:
+            key, value = value, key
+        q = self.query(x).view(B, T, HEADS, size)
+        k = key(x).view(B, T, HEADS // self.groups, size)
+        v = value(x).view(B, T, HEADS // self.groups, size)
+        if "head permuted" in self.fault:
+            v = v.flip(2)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        if "no rope on keys" not in self.fault:
+            k = self.rope(k)
+        q = self.rope(q)
+        k = k.repeat_interleave(self.groups, 1)
+        v = v.repeat_interleave(self.groups, 1)
+        if "scores in bf16" in self.fault:
+            q = q.bfloat16().float()
+        scores = q @ k.transpose(-1, -2)
+        scores = scores * (0.4 if "other scale" in self.fault else size**-0.5)
+        if "scores plus zero" in self.fault:
+            scores = scores + 0.0
+        if self.scale is not None:
+            scores = torch.tanh(scores / 30) * 30 if "soft cap" in self.fault else scores
+            scores = scores * self.scale[0]
+        diagonal = 2 if "mask off by one" in self.fault else 1
+        mask = torch.ones(T, T, dtype=torch.bool).triu(diagonal)
+        fill = -1e4 if "mask of a number" in self.fault else -torch.inf
+        weights = scores.masked_fill(mask, fill).softmax(-1)
+        if "weights in bf16" in self.fault:
+            weights = weights.bfloat16().float()
+        out = weights @ v
+        if "output scaled" in self.fault:
+            out = out * 0.999
+        return self.output(out.transpose(1, 2).reshape(B, T, DIM))
+
+    def rope(self, x):
+        base = 500.0 if "rope base" in self.fault else 10_000.0
+        half = x.shape[-1] // 2
+        frequency = base ** (-torch.arange(half) / half)
+        start = 1 if "positions from one" in self.fault else 0
+        angle = torch.arange(start, start + x.shape[-2])[:, None] * frequency
+        a, b = x.chunk(2, -1)
+        sign = -1 if "rope turned" in self.fault else 1
+        sin = angle.sin() * sign if "rope turned" in self.fault else angle.sin()
+        return torch.cat([a * angle.cos() - b * sin, b * angle.cos() + a * sin], -1)
+
+
+class FeedForward(nn.Module):
+    def __init__(self, fault, gated=True, bias=False):
+        super().__init__()
+        self.fault, self.gated = fault, gated
+        self.up, self.down = nn.Linear(DIM, 2 * DIM, bias), nn.Linear(2 * DIM, DIM, bias)
+        self.gate = nn.Linear(DIM, 2 * DIM, bias) if gated else None
+
+    def forward(self, x):
+        approximate = "tanh" if "gelu tanh" in self.fault else "none"
+        up = self.up(x)
+        if "up split" in self.fault:
+            half = self.up.weight.chunk(2)
+            up = torch.cat([F.linear(x, half[0]), F.linear(x, half[1])], -1)
+        if "up clamped" in self.fault:
+            up = up.clamp(max=0.05)
+        if self.gate is None:
+            act = F.relu(up) if "relu" in self.fault else F.gelu(up, approximate=approximate)
+            return self.down(act)
+        gate = F.relu(self.gate(x)) if "relu" in self.fault else F.silu(self.gate(x))
+        if "gate on the other" in self.fault:
+            gate, up = F.silu(up), self.gate(x)
+        hidden = gate * up
+        if "hidden plus zero" in self.fault:
+            hidden = hidden + 0.0
+        return self.down(hidden)
+
+
+class Experts(nn.Module):
+    """Two experts, each token's mix by a softmax."""
+
+    def __init__(self, fault):
+        super().__init__()
+        self.fault = fault
+        self.router = nn.Linear(DIM, 2, bias=False)
+        self.experts = nn.ModuleList(FeedForward("") for _ in range(2))
+
+    def forward(self, x):
+        scores = self.router(x)
+        if "router temperature" in self.fault:
+            scores = scores * 2
+        share = scores.softmax(-1)
+        if "experts swapped" in self.fault:
+            share = share.flip(-1)
+        first = self.experts[0](x) * share[..., :1]
+        if "one expert" in self.fault:
+            return first
+        return first + self.experts[1](x) * share[..., 1:]
+
+
+class Block(nn.Module):
+    def __init__(self, fault, design):
+        super().__init__()
+        self.fault, self.design = fault, design
+        mean = "layer norm" in design
+        self.norm1, self.norm2 = Norm(fault, mean), Norm(fault, mean)
+        groups, bias = (2 if "gqa" in design else 1), "bias" in design
+        self.attention = Attention(fault, groups, bias, "qk" in design)
+        ungated = "gelu" in design
+        moe = "moe" in design
+        self.ffn = Experts(fault) if moe else FeedForward(fault, not ungated, bias)
+
+    def forward(self, x):
+        fault = self.fault
+        if "post-norm" in self.design:
+            x = self.norm1(x + self.attention(x))
+            if "no second residual" in fault:
+                return self.norm2(self.ffn(x))
+            return self.norm2(x + self.ffn(x))
+        if "parallel" in self.design:
+            if "ffn first" in fault:
+                h = self.ffn(self.norm2(x))
+                return x + self.attention(self.norm1(x)) + h
+            branches = self.attention(self.norm1(x)) + self.ffn(self.norm2(x))
+            if "sum in other order" in fault:
+                return x + self.attention(self.norm1(x)) + self.ffn(self.norm2(x))
+            return branches if "no residual" in fault else x + branches
+        if "sequential order" in fault:
+            x = x + self.ffn(self.norm2(x))
+            return x + self.attention(self.norm1(x))
+        if "norms swapped" in fault:
+            x = x + self.attention(self.norm2(x))
+            return x + self.ffn(self.norm1(x))
+        h = self.attention(self.norm1(x))
+        x = x + h * 0.9 if "branch scaled" in fault else x + h
+        if "residual from the norm" in fault:
+            n = self.norm2(x)
+            return n + self.ffn(n)
+        return x + self.ffn(self.norm2(x))
+
+
+class Model(nn.Module):
+    """Two blocks, the fault in the second; `fault` of the head and the residual sum are here."""
+
+    def __init__(self, design="", fault=""):
+        super().__init__()
+        self.design, self.fault = design, fault
+        self.embedding = nn.Embedding(VOCAB, DIM)
+        self.blocks = nn.ModuleList(Block(f, design) for f in ("", fault, ""))
+        self.norm = Norm("")
+        self.head = nn.Linear(DIM, VOCAB, bias=False)
+        draw_weights(self, 7)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.mul_(8)
+        if "tied" in design:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, input_ids):
+        x = self.embedding(input_ids)
+        x = x * (4.1 if "embedding scale" in self.fault else 4.0)
+        for number, block in enumerate(self.blocks):
+            if "block skipped" in self.fault and number == 1:
+                continue
+            x = block(x)
+            if "rounded stream" in self.fault and number == 1:
+                x = x.bfloat16().float()
+        if "no final norm" in self.fault:
+            return self.head(x)
+        logits = self.head(self.norm(x))
+        return logits * 0.5 if "logits scaled" in self.fault else logits
+
+
+IDS = torch.arange(2 * 7).reshape(2, 7).mul(5) % VOCAB
+
+
+def both(design, fault="", change=None):
+    plain, changed = Model(design), Model(design, fault)
+    if change is not None:
+        with torch.no_grad():
+            change(changed)
+    return compare(record(plain, IDS), record(changed, IDS))
+
+
+if __name__ == "__main__":
+    import sys
+
+    for fault in sys.argv[2:]:
+        found = both(sys.argv[1], fault)
+        print(fault, "->", found.exit_code, tuple(found.first_divergence or ()), found.first_divergence and found.first_divergence.distance)
+        print("   ", [tuple(u) for u in found.unmatched])
