@@ -244,5 +244,11 @@ if __name__ == "__main__":
 
     for fault in sys.argv[2:]:
         found = both(sys.argv[1], fault)
-        print(fault, "->", found.exit_code, tuple(found.first_divergence or ()), found.first_divergence and found.first_divergence.distance)
+        print(
+            fault,
+            "->",
+            found.exit_code,
+            tuple(found.first_divergence or ()),
+            found.first_divergence and found.first_divergence.distance,
+        )
         print("   ", [tuple(u) for u in found.unmatched])

@@ -95,6 +95,13 @@ def _add_record(parser: argparse.ArgumentParser) -> None:
 def _add_compare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", metavar="A", help="a record, or a run trained with --drift-every")
     parser.add_argument("b", metavar="B", help="another")
+    parser.add_argument(
+        "--map",
+        action="append",
+        default=[],
+        metavar="OLD=NEW",
+        help="read parts of names as others, in both: --map module.= --map attn=attention",
+    )
     add_output_flags(parser.add_argument)
     parser.set_defaults(run=run_compare)
 
@@ -135,13 +142,23 @@ def run_compare(args: argparse.Namespace) -> int:
         return _compare_training(args)
     if args.html == "-":
         raise DriftError("--html needs the name of a file; --json alone knows -, for stdout")
-    comparison = compare(args.a, args.b)
+    comparison = compare(args.a, args.b, names=_names(args.map))
     if args.html:
         from xtrain.drift.page import page
 
         write_text(args.html, page(comparison))
     deliver(args.json, lambda: as_json(comparison), lambda: as_text(comparison))
     return comparison.exit_code
+
+
+def _names(flags: Sequence[str]) -> dict[str, str]:
+    found = {}
+    for flag in flags:
+        old, equals, new = flag.partition("=")
+        if not equals:
+            raise DriftError(f"--map needs OLD=NEW, parts of the names of modules; got {flag!r}")
+        found[old] = new
+    return found
 
 
 def _compare_training(args: argparse.Namespace) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,6 +18,7 @@ from xtrain.drift.errors import DriftError
 from xtrain.drift.flip import flip_verdict
 from xtrain.drift.pairing import Partners
 from xtrain.drift.record_folder import Case, Columns, OpKey, Record, Step
+from xtrain.drift.renaming import by_flag, by_weights
 from xtrain.drift.rows import Aside, out_of_order, set_aside
 from xtrain.drift.values import Distance, absolute_difference, coarser_dtype, max_ulps, to_float64
 
@@ -43,6 +44,7 @@ class Divergence:
     dtypes: tuple[str, str]
     shape: tuple[int, ...]
     distance: Distance
+    cause: str = ""  # as far as operands and arguments tell
 
     def __iter__(self) -> Iterator[str]:
         return iter((self.module_path, self.op))
@@ -113,6 +115,7 @@ class Comparison:
     growth: list[LayerGrowth] = field(default_factory=list)
     unmatched: list[Unmatched] = field(default_factory=list)
     num_matched: int = 0  # op results compared
+    renamed: list[tuple[str, str]] = field(default_factory=list)  # weights: name in b, name in a
     aside: Aside = field(default_factory=set, repr=False)  # rows in an order of their own
     partners: Partners | None = field(default=None, repr=False)  # None: not compared op by op
 
@@ -171,17 +174,27 @@ def _headroom(position: Position) -> tuple[bool, bool, float, float]:
     return not position.flipped, not position.can_flip, ratio, position.margin
 
 
-def compare(a: Record | str | os.PathLike[str], b: Record | str | os.PathLike[str]) -> Comparison:
+def compare(
+    a: Record | str | os.PathLike[str],
+    b: Record | str | os.PathLike[str],
+    *,
+    names: Mapping[str, str] | None = None,
+) -> Comparison:
     """Compare two records, or the folders of two; neither environment need be there.
 
-    Raises: DriftError for a record that is missing, damaged or of another version.
+    Args:     names: OLD -> NEW, whole parts of the names of modules and weights that both records
+              are read with; without it b's names are taken for a's where prefix or bits say so.
+    Raises:   DriftError for a record that is missing, damaged or of another version, and for names
+              that neither record has.
     """
     a = a if isinstance(a, Record) else Record(a)
     b = b if isinstance(b, Record) else Record(b)
     for opened in (a, b):
         opened.verify()
+    a, b = by_flag(a, b, names or {})
+    b, renamed = by_weights(a, b)
     reason, same_inputs = why_not_comparable(a, b)
-    result = Comparison(a, b, reason, changes(a, b))
+    result = Comparison(a, b, reason, changes(a, b), renamed=renamed)
     if not same_inputs:
         return result
     result.growth = [LayerGrowth(path) for path in a.model["blocks"]]
@@ -245,9 +258,7 @@ def _compare_ops(
         columns = a.columns(kind), b.columns(kind)
         for i, what in contradictions(aligned.pairs, *columns, keys_a, keys_b)[:1]:
             raise _contradiction(a, keys_a[i], what)
-        rows = differences(
-            aligned.pairs, *columns, keys_a, keys_b, same_layout=result.same_layout
-        )
+        rows = differences(aligned.pairs, *columns, keys_a, keys_b, same_layout=result.same_layout)
         if kind == "ops" and result.aside:
             rows = set_aside(rows, a, b, result.aside)
         result.num_matched += int(rows.comparable.sum())
@@ -256,7 +267,10 @@ def _compare_ops(
         different = np.flatnonzero(rows.different)
         if len(different):
             i, j = (int(index) for index in rows.pairs[different[0]])
-            found.append(_divergence(kind, a, b, i, j))
+            place, divergence = _divergence(kind, a, b, i, j)
+            if kind == "ops" and result.partners is not None:
+                divergence = replace(divergence, cause=result.partners.cause(a, b, aligned, i, j))
+            found.append((place, divergence))
     return min(found, key=lambda item: item[0])[1] if found else None
 
 

@@ -125,7 +125,7 @@ def _verdict(a: NDArray[np.float64], b: NDArray[np.float64]) -> tuple[NDArray[An
 
 
 def _room(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return a factor per position, a power of two, that keeps differences of differences finite."""
+    """Return a power of two per position that keeps differences of differences finite."""
     largest = np.zeros(len(a))
     for values in (a, b):
         sizes = np.abs(values, where=np.isfinite(values), out=np.zeros_like(values))

@@ -59,9 +59,7 @@ class Runner:
             self.observer_effect = {"differs": False, "max_abs": 0.0}
             backend: Any = mode
             if mode == "aot_eager":
-                backend = torch_compat.interpreting_backend(
-                    self._graph_result, with_operands=True
-                )
+                backend = torch_compat.interpreting_backend(self._graph_result, with_operands=True)
             self._with_blocks = _WithBlocks(model, self.blocks)
             self._plain = _compile(_Logits(model), mode)
             self._observed = _compile(self._with_blocks, backend)

@@ -78,7 +78,8 @@ def _first(comparison: Comparison) -> list[str]:
         parts.append(
             f"<p>The first difference is in <code>{escape(first.op)}</code> of "
             f"<code>{where}</code>, at prompt {first.prompt}, step {first.step}: "
-            f"{escape(size_text(first.distance))}.</p>"
+            f"{escape(size_text(first.distance))}"
+            f"{f'; {escape(first.cause)}' if first.cause else ''}.</p>"
         )
     elif comparison.prompts:
         parts.append("<p>No op that both have differs.</p>")

@@ -19,10 +19,9 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,6 +89,8 @@ class Partners:
     def __init__(self, a: Record, b: Record, *, same_layout: bool):
         self.any_shape = not same_layout
         self.weights = [[weight["name"] for weight in r.model["weights"]] for r in (a, b)]
+        marks = [{w["name"]: w["xxh3_128"] for w in r.model["weights"]} for r in (a, b)]
+        self.other_weights = {name for name in marks[0] if marks[0][name] != marks[1].get(name)}
         self.found: dict[tuple[int, int], tuple[Alignment, NDArray[np.bool_]]] = {}
 
     def __call__(self, a: Step, b: Step) -> Alignment:
@@ -100,13 +101,22 @@ class Partners:
             alignment, equal = self.found[tables]
             if (_equal_bits(alignment, *columns) == equal).all():
                 return alignment
-        sides = (
-            Ops(step.keys(), step.formulas(), weights, _rows(table.hash), _rows(table.shape))
-            for step, weights, table in zip((a, b), self.weights, columns, strict=True)
-        )
-        alignment = pair(*sides, any_shape=self.any_shape)
+        alignment = pair(*self._ops(a, b), any_shape=self.any_shape)
         self.found[tables] = alignment, _equal_bits(alignment, *columns)
         return alignment
+
+    def _ops(self, a: Step, b: Step) -> list[Ops]:
+        return [
+            Ops(step.keys(), step.formulas(), weights, _rows(table.hash), _rows(table.shape))
+            for step, weights, table in zip(
+                (a, b), self.weights, (a.columns(), b.columns()), strict=True
+            )
+        ]
+
+    def cause(self, a: Step, b: Step, alignment: Alignment, i: int, j: int) -> str:
+        """Return why the results of two partners differ, as far as their formulas tell."""
+        left, right = self._ops(a, b)
+        return cause(left, right, alignment, i, j, self.other_weights)
 
 
 def _equal_bits(alignment: Alignment, a: Columns, b: Columns) -> NDArray[np.bool_]:
@@ -297,7 +307,7 @@ class _Search:
         return self.partner[0][x] == y or self.results[0][x] == self.results[1][y]
 
     def _behind(self, side: int, origin: Origin) -> set[Hashable]:
-        """Return what an operand stands for: itself, else what the op without a partner has read."""
+        """Return what an operand stands for: itself, else what the op without partner has read."""
         found: set[Hashable] = set()
         seen, waiting = {origin}, deque([origin])
         while waiting and len(seen) < FAR:
@@ -383,3 +393,38 @@ def common_order(a: Sequence[Hashable], b: Sequence[Hashable]) -> list[tuple[int
         inner = [(x, waiting[item].popleft()) for x, item in enumerate(rest_a) if waiting[item]]
     found += [(start + x, start + y) for x, y in inner]
     return found + [(len(a) - k, len(b) - k) for k in range(end, 0, -1)]
+
+
+def cause(
+    a: Ops, b: Ops, alignment: Alignment, i: int, j: int, other_weights: Collection[str]
+) -> str:
+    """Return why the results of two ops that belong together differ, "" where it is not known.
+
+    other_weights: the names of those whose bits differ.
+    """
+    if a.formulas is None or b.formulas is None:
+        return ""
+    words = a.formulas[i].arguments, b.formulas[j].arguments
+    if words[0] != words[1]:
+        return f"its arguments are {words[0] or 'none'} in A, {words[1] or 'none'} in B"
+    partner = dict(alignment.pairs.tolist())
+    alone = set(alignment.only_a), set(alignment.only_b)
+    equal = True
+    for x, y in zip(a.operands(i), b.operands(j), strict=False):
+        if isinstance(x, str) or isinstance(y, str) or x < 0 or y < 0:
+            if x == y and x in other_weights:
+                return f"it reads {x}, which differs"
+            equal &= x == y and x != UNKNOWN
+            continue
+        for side, ops, row in (("A", a, x), ("B", b, y)):
+            if row in alone[side == "B"]:
+                key = ops.keys[row]
+                return f"it reads {key.op} of {key.path or 'the model'}, which {side} alone has"
+        equal &= a.values[x] == b.values[y]
+        if partner.get(x) != y and a.values[x] != b.values[y]:
+            key, other = a.keys[x], b.keys[y]
+            return (
+                f"it reads {key.op} of {key.path or 'the model'} in A, "
+                f"{other.op} of {other.path or 'the model'} in B"
+            )
+    return "all that it reads is equal" if equal else ""

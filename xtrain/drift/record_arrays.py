@@ -63,7 +63,7 @@ def check_arrays(case: Case) -> None:
 
 
 def _check_small(step: Step, arrays: TensorFile) -> set[str]:
-    """Check the small results of a step, as many bytes as their shapes say, and return the names."""
+    """Check the small results of a step against their shapes, and return the names."""
     rows_name, bits_name = f"{step.prefix}/small/rows", f"{step.prefix}/small/bits"
     _check(arrays, rows_name, "I64", (None,))
     _check(arrays, bits_name, "U8", (None,))

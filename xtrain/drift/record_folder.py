@@ -12,13 +12,14 @@ docs/drift.md describes every field.
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import re
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -98,7 +99,10 @@ class RecordWriter:
     def close(self, contents: dict[str, Any]) -> None:
         """Write record.json and the manifest, and give the folder its name."""
         tables = [
-            [[*key, *formula] for key, formula in zip(keys, formulas or [()] * len(keys), strict=True)]
+            [
+                [*key, *formula]
+                for key, formula in zip(keys, formulas or [()] * len(keys), strict=True)
+            ]
             for keys, formulas in self.tables
         ]
         record = {"format": FORMAT, "version": VERSION, **contents, "tables": tables}
@@ -354,6 +358,20 @@ class Record:
             for case in self.cases:
                 check_contents(case)
             self._verified = True
+
+    def renamed(self, weight: Callable[[str], str], module: Callable[[str], str]) -> Record:
+        """Return a view of the record in which weights and modules have other names."""
+        view = copy.copy(self)
+        view.model = {
+            **self.model,
+            "weights": [{**w, "name": weight(w["name"])} for w in self.model["weights"]],
+            "blocks": [module(path) for path in self.model["blocks"]],
+        }
+        view.tables = [
+            tuple(key._replace(path=module(key.path)) for key in table) for table in self.tables
+        ]
+        view.cases = [Case(view, case.number) for case in self.cases]
+        return view
 
     def __repr__(self) -> str:
         return f"Record({str(self.path)!r}, {len(self.cases)} prompts)"

@@ -28,7 +28,13 @@ from xtrain.drift.record_folder import (
     temporary_record_path,
 )
 from xtrain.drift.values import hash_bits
-from xtrain.drift.weights import count_parameters, hash_weights, json_number, weight_sizes
+from xtrain.drift.weights import (
+    count_parameters,
+    hash_weights,
+    json_number,
+    placement,
+    weight_sizes,
+)
 
 # settings that count something, and the least they can be
 LEAST = {"batch_size": 1, "num_tokens": 1, "top_k": 1}
@@ -192,7 +198,11 @@ class _Recording:
         if effect is not None:
             effect = {**effect, "max_abs": json_number(effect["max_abs"])}
         return {
-            "environment": environment.collect(),
+            "environment": {
+                **environment.collect(),
+                **placement(self.subject.model),
+                "weights.file_headers": self.subject.file_headers,
+            },
             "model": {
                 **self.subject.description,
                 "class": type(self.subject.model).__name__,
