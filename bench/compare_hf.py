@@ -34,10 +34,12 @@ from bench import harness, turns  # noqa: E402
 from bench.hf_variants import DEFAULT_VARIANTS, SHAPES, VARIANTS, Setting  # noqa: E402
 from bench.turns import Outcome, Plan  # noqa: E402
 from bench.worker import Team  # noqa: E402
+from xtrain.command_line import Parser, command, output_file  # noqa: E402
 
 NUM_LOSSES = 4
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, write and print; return the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
@@ -53,8 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from bench.hf_report import build_report, draw_losses
 
     environment |= {"load_average_before": load, "run_took_s": time.perf_counter() - start}
-    command = harness.command_line("bench/compare_hf.py", arguments)
-    report = build_report(setting, plan, environment, outcomes, command)
+    line = harness.command_line("bench/compare_hf.py", arguments)
+    report = build_report(setting, plan, environment, outcomes, line)
     report.write(flags.json, flags.markdown)
     if flags.plot is not None:
         draw_losses(flags.plot, setting, outcomes)
@@ -63,14 +65,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def build_parser() -> Any:
     """Return the command line's parser."""
-    from xtrain.command_line import Parser
-
     parser = Parser(prog="bench/compare_hf.py", description=__doc__)
     add = parser.add_argument
     add("--shape", choices=tuple(SHAPES), help="of the Llama (GPU: 1b, CPU: tiny)")
     add("--layers", type=turns.positive, help="number of layers (by shape)")
     add("--learning-rate", type=float, default=3e-4, help="constant (3e-4)")
-    add("--plot", type=Path, metavar="FILE", help="draw the loss curves, a PNG")
+    add("--plot", type=output_file, metavar="FILE", help="draw the loss curves, a PNG")
     turns.add_flags(add, variants=",".join(DEFAULT_VARIANTS), blocks=7)
     return parser
 

@@ -7,6 +7,7 @@
     checkpoint   the `sites` run under gradient checkpointing: gradients bitwise equal
     quick        what `sites` and `masks` say, from one eager forward: for a first look at many
     swaps        kernels="auto": what each pass replaced, and how far the loss moves
+    verified     the same step by verify=True: loss, outputs and gradients against no swaps
 
 A check is True, False, or text: why it could not be made.
 """
@@ -14,6 +15,7 @@ A check is True, False, or text: why it could not be made.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -173,7 +175,8 @@ class _Subject:
         if "sites" not in record:
             return
         try:
-            compiled = self.compiled(kernels="auto", fullgraph=record.get("plain") is True)
+            whole = record.get("plain") is True
+            compiled = self.compiled(kernels="auto", fullgraph=whole, verify=True)
             loss, *_ = self.train(compiled)
         except Exception as error:
             record["swaps"] = first_line(error)
@@ -184,6 +187,7 @@ class _Subject:
                 swaps[result.name] = swaps.get(result.name, 0) + result.num_replaced
         record["swaps"] = swaps
         record["swapped_loss_difference"] = abs(float(loss - self.dropped[0]))
+        record["verified"] = dataclasses.asdict(compiled.report().verification)
 
 
 def warm_up() -> None:

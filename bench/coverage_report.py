@@ -106,6 +106,9 @@ def _lines(
 ) -> list[str]:
     whole = [name for name, r in data["classes"].items() if r.get("plain") is True]
     exact = sum(rows[name][0] == EXACT for name in whole)
+    verified = [r["verified"] for r in data["classes"].values() if "verified" in r]
+    swapped = [v for v in verified if v["num_graphs"]]
+    partly = sum(bool(v["left_out"]) for v in swapped)
     share = f" ({exact / len(whole):.1%})" if whole else ""
     environment = data["environment"]
     commits = sorted({r.get("commit", "") for r in data["classes"].values()} - {""})
@@ -117,7 +120,10 @@ def _lines(
         f"**Result.** Of {len(whole)} classes that were checked in full and that plain fullgraph "
         f"`aot_eager` trains, {exact} come out exact{share}. Of {counts[PART]} more a quick look "
         f"(one eager forward) found the right sites and masks. {counts[REFUSED]} are refused, "
-        f"{counts[WRONG]} come out wrong. {counts[LEFT]} of {len(types)} are still to be measured.",
+        f"{counts[WRONG]} come out wrong. {counts[LEFT]} of {len(types)} are still to be measured. "
+        f"`verify=True` held {sum(map(_num_verified, swapped))} losses, outputs and gradients of "
+        f"{len(swapped)} classes with swaps to their graphs without; of {partly} a part was left "
+        "out.",
         "",
         f"**Setup.** torch {environment['torch']}, transformers {environment['transformers']}, "
         f"Python {environment['python']}, CPU; commits {', '.join(commits) or 'unknown'}. "
@@ -133,10 +139,13 @@ def _lines(
         "*masks*: every call of the dropout op against `xtrain.ops.dropout_mask`. *p = 0*: loss "
         "and gradients bitwise those of `aot_eager`. *checkpoint*: loss and gradients at p = 0.5 "
         "bitwise equal with and without gradient checkpointing. *swaps*: calls of each kind that "
-        '`kernels="auto"` replaced, and how far the loss moved.',  # fmt: skip
+        '`kernels="auto"` replaced, and how far the loss moved. *verified*: losses, outputs and '
+        "gradients of that step that agree with the graph without swaps, and the largest error as "
+        "a part of its bound.",  # fmt: skip
         "",
-        "| type | verdict | graphs | sites | expected | masks | p = 0 | checkpoint | swaps |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| type | verdict | graphs | sites | expected | masks | p = 0 | checkpoint | swaps "
+        "| verified |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, (word, _) in rows.items():
         record = data["classes"].get(name)
@@ -173,6 +182,7 @@ def _row(name: str, word: str, record: Record, expected: str) -> str:
         _mark(record.get("p0")),
         _mark(record.get("checkpoint")),
         _swaps(record),
+        _verified(record),
     ]
     return "| " + " | ".join(str(cell) for cell in cells) + " |"
 
@@ -190,6 +200,18 @@ def _swaps(record: Record) -> str:
     listed = ", ".join(f"{swaps[k]} {word}" for k, word in _SWAPS.items() if k in swaps)
     moved = record.get("swapped_loss_difference", 0.0)
     return f"{listed or 'none'}; {moved:.0e}" if moved else listed or "none"
+
+
+def _num_verified(found: Record) -> int:
+    return found["num_losses"] + found["num_outputs"] + found["num_gradients"]
+
+
+def _verified(record: Record) -> str:
+    found = record.get("verified")
+    if not found or not found["num_graphs"]:
+        return "-"
+    said = f"{_num_verified(found)}; {found['largest']:.2g}"
+    return f"{said} (in part)" if found["left_out"] else said
 
 
 def _escaped(text: str) -> str:

@@ -17,8 +17,10 @@ if str(ROOT) not in sys.path:  # measure the checkout that this file and the com
 
 from bench import harness  # noqa: E402
 from bench.run_op import add_flags, known_ops, run  # noqa: E402
+from xtrain.command_line import Parser, command, output_file  # noqa: E402
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, write and print; return the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
@@ -33,11 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def build_parser() -> Any:
     """Return the command line's parser."""
-    from xtrain.command_line import Parser
-
     parser = Parser(prog="bench/report_ops.py", description=__doc__)
     parser.add_argument("--ops", metavar="A,B", help=f"these alone ({','.join(known_ops())})")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw achieved rates, a PNG")
+    parser.add_argument("--plot", type=output_file, metavar="FILE", help="draw the rates, a PNG")
     add_flags(parser)
     return parser
 

@@ -21,6 +21,8 @@ if str(ROOT) not in sys.path:  # measure the checkout that this file and the com
     sys.path.insert(0, str(ROOT))
 
 from bench import harness  # noqa: E402
+from bench.turns import positive  # noqa: E402
+from xtrain.command_line import Parser, command, output_file  # noqa: E402
 
 if TYPE_CHECKING:
     from bench.op_report import OpsReport
@@ -35,6 +37,7 @@ def known_ops() -> list[str]:
     return sorted(p.stem.removeprefix("bench_") for p in (ROOT / "bench/ops").glob("bench_*.py"))
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, write and print; return the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
@@ -45,8 +48,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def build_parser() -> Any:
     """Return the command line's parser."""
-    from xtrain.command_line import Parser
-
     known = known_ops()
     parser = Parser(prog="bench/run_op.py", description=__doc__)
     parser.add_argument("op", choices=known, metavar="OP", help=", ".join(known))
@@ -58,15 +59,15 @@ def add_flags(parser: Any) -> None:
     """Add what both commands take."""
     add = parser.add_argument
     add("--device", choices=["cuda", "cpu"], help="cuda | cpu (cuda where there is one)")
-    add("--threads", type=int, help="CPU threads (torch's default)")
-    add("--blocks", type=int, help=f"each visits every provider twice ({NUM_BLOCKS})")
+    add("--threads", type=positive, help="CPU threads (torch's default)")
+    add("--blocks", type=positive, help=f"each visits every provider twice ({NUM_BLOCKS})")
     add("--providers", metavar="A,B", help="these alone (all)")
     add("--quick", action="store_true", help=f"an op's first case, {QUICK_BLOCKS} blocks")
     add("--jobs", type=int, default=0, help="processes that fill the compile caches first (0)")
     add("--limit", type=float, metavar="SECONDS", help="begin no case after so long (no limit)")
     add("--commit", help="commit to name in the report where the folder is no git checkout")
-    add("--json", type=Path, metavar="FILE", help="write everything measured")
-    add("--markdown", type=Path, metavar="FILE", help="write the report")
+    add("--json", type=output_file, metavar="FILE", help="write everything measured")
+    add("--markdown", type=output_file, metavar="FILE", help="write the report")
 
 
 def run(ops: Sequence[str], flags: Namespace, command: str) -> int:

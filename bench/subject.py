@@ -12,7 +12,6 @@ from torch import Tensor
 from bench import harness, models, probe
 from bench.variants import VARIANTS, Setting
 from xtrain import metrics, torch_compat
-from xtrain.model import Transformer
 
 LEARNING_RATE = 1e-3
 NUM_BATCHES = 10  # cycled through
@@ -29,15 +28,15 @@ class Subject:
             torch.set_num_threads(setting.threads)
         torch.manual_seed(setting.seed)
         with self.device:
-            model = Transformer(models.build_config(setting))
-        if self.variant.dropout == "F.dropout":
-            model = models.with_f_dropout(model, setting.dropout)
+            model = models.build(setting, self.variant)
         self.model: Any = models.wrap(model, self.variant, setting.dropout, setting.seed)
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
         generator = torch.Generator().manual_seed(setting.seed)
         size = (NUM_BATCHES, setting.batch, setting.seq + 1)
         data = torch.randint(setting.vocab, size, generator=generator).to(self.device)
         self.batches = [(ids[:, :-1].contiguous(), ids[:, 1:].contiguous()) for ids in data]
+        # nanoGPT's loop holds the logits until the loss is there: what that costs is part of it
+        self.options = {} if setting.model == "gpt2" else {"return_logits": False}
         self.num_steps = 0
         self.num_graphs_at_first = 0
 
@@ -47,7 +46,7 @@ class Subject:
         self.num_steps += 1
         self.optimizer.zero_grad(set_to_none=True)
         with models.autocast(self.setting):
-            _, loss = self.model(tokens, targets, return_logits=False)
+            _, loss = self.model(tokens, targets, **self.options)
         loss.backward()
         self.optimizer.step()
         return loss.detach()
@@ -92,6 +91,25 @@ class Subject:
         }
         self._rest()
         return found
+
+    def kernels(self, num_steps: int) -> dict[str, tuple[float, float]]:
+        """Return kernel (on a CPU: operator) -> (calls a step, ms a step), compilation left out."""
+        for _ in range(3):
+            self.step()
+        self._synchronize()
+        on_gpu = self.device.type == "cuda"
+        activity = torch.profiler.ProfilerActivity
+        with torch.profiler.profile(activities=[activity.CUDA if on_gpu else activity.CPU]) as run:
+            for _ in range(num_steps):
+                self.step()
+            self._synchronize()
+        self._rest()
+        microseconds = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+        return {
+            event.key: (event.count / num_steps, time_us / num_steps / 1e3)
+            for event in run.key_averages()
+            if (time_us := getattr(event, microseconds)) > 0
+        }
 
     def masks(self) -> dict[str, Any]:
         """Return the masks that this variant draws, read off a small model (probe.py)."""

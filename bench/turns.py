@@ -5,12 +5,13 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from bench import harness
 from bench.harness import Ratio, Report, Summary, block_ratio, flat
 from bench.worker import Team
+from xtrain.command_line import output_file
+from xtrain.config import SEED_RANGE
 
 
 @dataclass(frozen=True)
@@ -82,10 +83,10 @@ def add_flags(add: Callable[..., Any], *, variants: str, blocks: int) -> None:
         help=f"each visits every variant twice ({blocks})",
     )
     add("--steps", type=positive, help="timed steps a visit (GPU: 10, CPU: 2)")
-    add("--seed", type=int, default=0, help="of weights, data and dropout (0)")
+    add("--seed", type=seed, default=0, help="of weights, data and dropout (0)")
     add("--commit", help="commit to name in the report where the folder is no git checkout")
-    add("--json", type=Path, metavar="FILE", help="write everything measured")
-    add("--markdown", type=Path, metavar="FILE", help="write the report")
+    add("--json", type=output_file, metavar="FILE", help="write everything measured")
+    add("--markdown", type=output_file, metavar="FILE", help="write the report")
 
 
 def names_of(text: str, known: Iterable[str]) -> tuple[str, ...]:
@@ -118,6 +119,14 @@ def positive(text: str) -> int:
     return value
 
 
+def seed(text: str) -> int:
+    """Parse what torch's generators take."""
+    value = int(text)
+    if not SEED_RANGE[0] <= value <= SEED_RANGE[1]:
+        raise ValueError
+    return value
+
+
 def probability(text: str) -> float:
     """Parse a number in [0, 1)."""
     value = float(text)
@@ -128,6 +137,7 @@ def probability(text: str) -> float:
 
 # What argparse calls them when they refuse a value.
 positive.__name__ = "positive int"
+seed.__name__ = "seed, from -2^63 to 2^64 - 1"
 probability.__name__ = "probability in [0, 1)"
 
 

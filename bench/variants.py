@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# xtrain's own model without dropout, or a nanoGPT-like GPT-2 with dropout modules of its own
+MODELS = ("transformer", "gpt2")
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -23,6 +26,7 @@ class Setting:
     threads: int | None = None  # of torch on the CPU; None: its own default
     seed: int = 0
     subject: str = "bench.subject"  # the module whose Subject workers build
+    model: str = "transformer"  # of MODELS
 
     @property
     def tokens_per_step(self) -> int:
@@ -34,8 +38,9 @@ class Setting:
 
     def __str__(self) -> str:
         dtype = "bf16 autocast, fp32 weights" if self.dtype == "bf16" else self.dtype
+        preset = self.preset if self.model == "transformer" else f"{self.preset} as {self.model}"
         return (
-            f"preset {self.preset}, B{self.batch} S{self.seq} V{self.vocab}, {dtype}, dropout "
+            f"preset {preset}, B{self.batch} S{self.seq} V{self.vocab}, {dtype}, dropout "
             f"{self.dropout:g}, recompute {self.recompute}, fused AdamW, {self.device_type}"
         )
 
@@ -71,6 +76,8 @@ class Variant:
     reference: str
     backend: str = "inductor"
     options: tuple[tuple[str, object], ...] = ()  # of inductor, for xtrain.compile
+    logits: str = "keep"  # of xtrain.compile, as the next
+    disable_passes: tuple[str, ...] = ()
 
 
 VARIANTS: dict[str, Variant] = {
@@ -92,8 +99,24 @@ VARIANTS: dict[str, Variant] = {
             "xtrain-eager",
             options=(("emulate_precision_casts", False),),
         ),
+        Variant(
+            "xtrain-torch-sdpa",
+            "xtrain.compile, dropout, torch's attention",
+            "xtrain",
+            "xtrain",
+            "xtrain-eager",
+            disable_passes=("use_triton_sdpa",),
+        ),
+        Variant(
+            "xtrain-drop",
+            "xtrain.compile, dropout, logits dropped",
+            "xtrain",
+            "xtrain",
+            "xtrain-eager",
+            logits="drop",
+        ),
         Variant("eager-p0", "eager, no dropout", "", "", "eager-p0"),
     )
 }
-# eager-p0 is run for its losses alone unless asked for; xtrain-fused-rounding prices an option.
+# eager-p0 is run for its losses alone unless asked for; those not named here price an option.
 DEFAULT_VARIANTS = ("eager", "torch", "torch-p0", "xtrain", "xtrain-p0", "xtrain-eager")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # bench/ is no installed package
 
 from bench import compare, harness, models, probe, run_op  # noqa: E402
+from bench.turns import Plan  # noqa: E402
 from bench.variants import VARIANTS, Setting  # noqa: E402
 from bench.worker import Team  # noqa: E402
 from xtrain.model import Config, Transformer  # noqa: E402
@@ -177,6 +179,31 @@ def test_the_f_dropout_model_drops_both_branches():
     assert torch.equal(everything, model.head(model.norm(model.embedding(tokens))))
     nothing = models.with_f_dropout(model, 0.0)(tokens)[0]
     assert torch.equal(nothing, model(tokens)[0])
+
+
+def test_gpt2_drops_what_its_own_modules_drop():
+    torch.manual_seed(0)
+    setting = replace(TINY, model="gpt2", dropout=1.0)
+    tokens = torch.randint(16, (2, 8))
+    model = models.build(setting, VARIANTS["torch"])
+    logits, loss = model(tokens, tokens)
+    assert torch.equal(logits, model.head(model.norm(torch.zeros(2, 8, model.norm.weight.numel()))))
+    assert loss.item() == pytest.approx(math.log(16), abs=1e-6)
+    plain = models.build(setting, VARIANTS["torch-p0"])
+    changed = tokens.clone()
+    changed[:, 5] = (changed[:, 5] + 1) % 16
+    differs = (plain(tokens, tokens)[0] != plain(changed, tokens)[0]).any(-1)
+    assert torch.equal(differs, (torch.arange(8) >= 5).expand(2, 8)), "it is causal"
+    assert plain.head.weight is plain.embedding.weight
+
+
+def test_kernel_table_sorts_by_time():
+    plan = Plan(("eager", "xtrain-eager"), 1, 1, 1)
+    head, total, *rows = compare.kernel_table(replace(TINY, model="gpt2"), plan).splitlines()
+    assert head.split() == ["eager", "ms", "calls", "xtrain-eager", "ms", "calls", "kernel"]
+    longest = [max(map(float, row.split()[0:3:2])) for row in rows]
+    assert longest == sorted(longest, reverse=True) and "aten::addmm" in "".join(rows)
+    assert float(total.split()[0]) > longest[0] / 2 > 0
 
 
 def test_the_f_dropout_model_recomputes_with_the_same_masks():

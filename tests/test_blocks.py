@@ -233,6 +233,62 @@ class ListsOfParts(nn.Module):
         return x
 
 
+class OneMatrix(nn.Module):
+    """x + linear(norm(x))."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + self.linear(self.norm(x))
+
+
+class ByName(nn.Module):
+    """Blocks as attributes, or as the values of a dict, between layers that are none."""
+
+    def __init__(self, as_dict):
+        super().__init__()
+        self.inputs = nn.Linear(8, 8)
+        if as_dict:
+            self.parts = nn.ModuleDict({"a": OneMatrix(), "b": OneMatrix()})
+        else:
+            self.block1, self.block2 = OneMatrix(), OneMatrix()
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.inputs(x)
+        for part in self.parts.values() if "parts" in self._modules else (self.block1, self.block2):
+            x = part(x)
+        return self.head(x)
+
+
+ONE_MATRIX = {
+    "Sequential": (lambda: nn.Sequential(*(OneMatrix() for _ in range(3))), ["0", "1", "2"]),
+    "between layers": (
+        lambda: nn.Sequential(nn.Linear(8, 8), OneMatrix(), OneMatrix(), nn.Linear(8, 8)),
+        ["1", "2"],
+    ),
+    "Sequential in Sequential": (
+        lambda: nn.Sequential(nn.Linear(8, 8), nn.Sequential(OneMatrix(), OneMatrix())),
+        ["1.0", "1.1"],
+    ),
+    "ModuleDict": (lambda: ByName(as_dict=True), ["parts.a", "parts.b"]),
+    "attributes": (lambda: ByName(as_dict=False), ["block1", "block2"]),
+}
+
+
+@pytest.mark.parametrize("compile_it", [xtrain.compile, xtrain.compile_blocks])
+@pytest.mark.parametrize("name", ONE_MATRIX)
+def test_blocks_of_one_matrix_are_numbered_by_themselves(name, compile_it):
+    make, paths = ONE_MATRIX[name]
+    compiled = compile_it(make(), dropout=0.5, seed=0, backend="eager")
+    compiled(torch.randn(2, 3, 8))
+    sites = [(s.name, s.layer) for s in compiled.report().sites]
+    assert sites == [(f"{path}.feed_forward", i) for i, path in enumerate(paths)]
+
+
 def test_sites_of_lists_of_parts():
     compiled = xtrain.compile(ListsOfParts(), dropout=0.5, seed=1, backend="eager")
     compiled(torch.randn(2, 3, 4))

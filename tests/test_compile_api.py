@@ -16,6 +16,7 @@ from torch import nn
 
 import xtrain
 from xtrain.compiler import CompiledModel, SiteError
+from xtrain.config import ConfigError, TrainSection
 from xtrain.model import Config, Transformer
 from xtrain.rng import site_seed
 
@@ -155,9 +156,10 @@ def test_copies_are_compiled_models_of_their_own(compile_it):
 def test_pickling_is_refused_and_the_inner_model_pickles(compile_it):
     compiled = compile_it(ProbeModel(), dropout=P, seed=3, backend="eager")
     compiled(tokens())
-    for refuse in (pickle.dumps, copy.copy):
-        with pytest.raises(TypeError, match=r"cannot be pickled.*state_dict\(\).*compiled\.inner"):
-            refuse(compiled)
+    with pytest.raises(TypeError, match=r"cannot be pickled.*state_dict\(\).*compiled\.inner"):
+        pickle.dumps(compiled)
+    with pytest.raises(TypeError, match=r"no shallow copy.*copy\.deepcopy\(compiled\)"):
+        copy.copy(compiled)
     loaded = pickle.loads(pickle.dumps(compiled.inner))
     assert loaded(tokens()).unique().tolist() == [15.0]
     again = compile_it(loaded, dropout=P, seed=3, backend="eager")
@@ -264,11 +266,21 @@ def test_set_step_takes_any_kind_of_int():
     assert torch.equal(masks[0], torch.from_numpy(keep))
 
 
-@pytest.mark.parametrize("seed", [5, -5, 2**63, 2**64 + 5, np.int64(5), torch.tensor(5)])
+@pytest.mark.parametrize("seed", [5, -(2**63), 2**64 - 1, np.int64(5), torch.tensor(5)])
 def test_seeds_of_any_int(seed):
     masks = decode_masks(probe(seed=seed)(tokens()), 2)
     keep = keep_mask(SHAPE, P, site_seed(int(seed), 0, 1, "feed_forward"))
     assert torch.equal(masks[3], torch.from_numpy(keep))
+
+
+@pytest.mark.parametrize("compile_it", [xtrain.compile, xtrain.compile_blocks])
+@pytest.mark.parametrize("seed", [2**64, 2**80, -(2**63) - 1])
+def test_seeds_are_those_of_a_training_run(seed, compile_it):
+    """Taken mod 2^64, 2^64 would be seed 0 without a word; xtrain.train refuses the same."""
+    with pytest.raises(ValueError, match=rf"seed must be from -2\^63 to 2\^64 - 1, got {seed}"):
+        compile_it(ProbeModel(), dropout=P, seed=seed)
+    with pytest.raises(ConfigError, match="seed"):
+        TrainSection(seed=seed)
 
 
 def test_first_sample_where_samples_are_not_outermost():

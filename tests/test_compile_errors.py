@@ -135,7 +135,7 @@ class Skipping(ProbeModel):
 
 def test_a_model_without_a_site_is_an_error():
     compiled = probe(nn.Sequential(nn.Embedding(4, 8), nn.Linear(8, 8)))
-    with pytest.raises(SiteError, match=r"ran no residual site.*strict=False"):
+    with pytest.raises(SiteError, match=r"ran no residual site.*dropout=0 trains without"):
         compiled(tokens())
     loose = probe(compiled.inner, strict=False)
     assert torch.equal(loose(tokens()), compiled.inner(tokens()))
@@ -174,11 +174,11 @@ def test_a_branch_that_a_break_cuts_trains_without_dropout_and_the_report_says_s
         keep = keep_mask(SHAPE, P, site_seed(0, 0, layer, "attention"))
         assert torch.equal(masks[2 * layer], torch.from_numpy(keep))
     (line,) = compiled.report().uncovered
-    assert "a graph break lies between" in line and "which of its inputs is the branch" in line
+    assert "gets a branch and a stream from different graphs" in line and "self.mlp(x)" in line
     assert f"places that train without dropout: 1\nuncovered: {line}" in str(compiled.report())
 
 
-def test_blocks_that_differ_are_an_error():
+def test_blocks_may_differ_where_each_sum_is_accounted_for():
     class Forgetful(Block):
         def forward(self, x):
             return x + self.attn(x) if self.skips else super().forward(x)
@@ -187,9 +187,13 @@ def test_blocks_that_differ_are_an_error():
     model.blocks = nn.ModuleList(Forgetful(SHAPE, i) for i in range(3))
     for i, block in enumerate(model.blocks):
         block.skips = i == 1
-    with pytest.raises(SiteError, match=r"Forgetful differ.*blocks.0: 2, blocks.1: 1, blocks.2: 2"):
-        probe(model)(tokens())
-    assert len(probe(model, strict=False)(tokens()).unique()) > 1
+    compiled = probe(model)
+    compiled(tokens())
+    assert [s.name for s in compiled.last_executed_sites] == [
+        "blocks.0.attention", "blocks.0.feed_forward", "blocks.1.attention",
+        "blocks.2.attention", "blocks.2.feed_forward",
+    ]  # fmt: skip
+    assert [(s.verdict, s.count) for s in compiled.report().account] == [("site", 5)]
 
 
 def test_layers_past_the_recompile_limit_are_an_error_that_says_so():
@@ -205,7 +209,7 @@ def test_layers_past_the_recompile_limit_are_an_error_that_says_so():
         block.own_name = f"layer {i}"
     compiled = xtrain.compile_blocks(model, dropout=P, seed=0, backend="eager")
     with torch._dynamo.config.patch(recompile_limit=1):
-        with pytest.raises(SiteError, match=r"blocks.2: 0.*recompile_limit.*use_cache=False"):
+        with pytest.raises(SiteError, match=r"ran outside.*recompile_limit.*use_cache=False"):
             compiled(tokens())
 
 

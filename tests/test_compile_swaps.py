@@ -285,6 +285,43 @@ def test_blocks_compiled_one_by_one():
     assert list(counts(compiled).values()) == [2, 2, 1, 0, 1, 0, 1]  # of one graph for all layers
 
 
+class Frozen(nn.Module):
+    """Two blocks, the first under no_grad: the norm of the second reads the sum of the first."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.up, self.down = nn.RMSNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+        def forward(self, x):
+            return x + self.down(F.gelu(self.up(self.norm(x))))
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(self.Block() for _ in range(2))
+
+    def forward(self, x):
+        with torch.no_grad():
+            x = self.layers[0](x)
+        return self.layers[1](x)
+
+
+def test_gradients_behind_a_frozen_layer_are_eagers():
+    model, x = Frozen(), torch.randn(2, 6, 16)
+    found = {}
+    for backend in ("aot_eager", "eager"):
+        model.zero_grad()
+        compiled = xtrain.compile(model, dropout=P, seed=1, backend=backend)
+        compiled(x).square().sum().backward()
+        found[backend] = {name: p.grad for name, p in model.named_parameters()}
+        counted = counts(compiled)
+    assert counted == dict.fromkeys(SWAPS, 0)
+    for name, grad in found["eager"].items():
+        assert (found["aot_eager"][name] is None) == (grad is None) == ("layers.0" in name)
+        if grad is not None:
+            torch.testing.assert_close(found["aot_eager"][name], grad)
+
+
 # --- policy -------------------------------------------------------------------------------------
 
 

@@ -137,7 +137,17 @@ def test_set_reads_values_by_the_field(text, expected):
         ("train.steps", "--set takes section.key=value, got 'train.steps'"),
         ("train.stpes=3", "unknown key 'train.stpes' in --set; did you mean train.steps"),
         ("train.learning_rate=3", "did you mean .*optim.learning_rate"),
-        ("zzz=3", "unknown key 'zzz' in --set; known: model.preset"),
+        ("zzz=3", "unknown key 'zzz' in --set; write section.key=value; sections: model, data"),
+        ("train.lr=1", "unknown key 'train.lr' in --set; did you mean optim.learning_rate or"),
+        ("train.max_lr=1", "did you mean optim.learning_rate?"),
+        ("optim.gradient_clipping=1", "did you mean optim.grad_clip?"),
+        ("model.layers=1", "did you mean model.n_layers?"),
+        ("run.dropout=1", "did you mean model.dropout?"),
+        ("steps=1", "did you mean train.steps?"),
+        ("lr=1", "did you mean optim.learning_rate"),
+        ("model.context=1", r"keys of \[model\]: preset, vocab_size"),
+        ("optimizer.foo=1", "unknown section 'optimizer' in --set; did you mean optim?"),
+        ("nosec.x=3", "^unknown section 'nosec' in --set; sections: model, data, train, [^;]*$"),
     ],
 )
 def test_set_refuses_what_it_does_not_know(text, message):

@@ -68,6 +68,9 @@ def test_every_check_of_a_class(name):
     assert record["plain"] is record["p0"] is record["masks"] is record["checkpoint"] is True
     assert record["swaps"]["use_triton_sdpa"] == 2
     assert record["swapped_loss_difference"] < 1e-6
+    verified = record["verified"]
+    assert verified["num_losses"] == 1 and verified["num_gradients"] > 20
+    assert not verified["failures"] and not verified["left_out"] and verified["largest"] <= 1
 
 
 # --- nothing is passed over ---------------------------------------------------------------------
@@ -88,6 +91,7 @@ RIGHT = dict(plain=True, sites="AF AF", masks=True, p0=True, checkpoint=True, sw
         (dict(checkpoint="the class has no gradient checkpointing"), "exact", ""),
         (dict(checkpoint="plain torch.compile fails too: x"), "exact", ""),
         (dict(swaps="KeyError: 1"), "WRONG", "swaps: KeyError"),
+        (dict(swaps="VerifyError: verify: x is wrong"), "WRONG", "swaps: VerifyError"),
         (dict(failed="KeyError: 1"), "WRONG", "failed: KeyError"),
         (dict(ended="the process ended with -11"), "WRONG", "ended: the process ended with -11"),
         (dict(refused="SiteError: a break"), "refused", "SiteError: a break"),
@@ -108,6 +112,20 @@ def test_verdicts_of_what_was_measured_in_part():
     assert coverage_report.verdict(quick, "AF")[0] == "WRONG"
     assert coverage_report.verdict(RIGHT, None)[0] == "WRONG"
     assert coverage_report.verdict(None, "AF AF")[0] == "not measured"
+
+
+def test_the_table_says_what_was_verified(tmp_path):
+    found = dict(num_graphs=1, num_losses=1, num_outputs=2, num_gradients=20, largest=0.61)
+    right = RIGHT | {"verified": {**found, "left_out": []}}
+    part = RIGHT | {"verified": {**found, "left_out": ["gradients: why"]}}
+    none = RIGHT | {"verified": dict.fromkeys(found, 0)}
+    data = {"environment": coverage.environment(), "classes": dict(bloom=right, gpt2=part, t5=none)}
+    coverage_report.write_table(tmp_path / "t.md", data, dict.fromkeys(data["classes"], "x"))
+    table = (tmp_path / "t.md").read_text()
+    assert "held 46 losses, outputs and gradients of 2 classes with swaps" in table
+    assert "of 1 a part was left out." in table
+    ends = [line.split(" | ")[-1] for line in table.splitlines() if line.startswith("| ")]
+    assert ends[-3:] == ["23; 0.61 |", "23; 0.61 (in part) |", "- |"]
 
 
 def test_wrong_masks_are_seen():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -12,8 +13,14 @@ import warnings
 from pathlib import Path
 
 import pytest
+from training import running
 
+import xtrain
+from xtrain import ops
+from xtrain.compiler import swaps
+from xtrain.config import RunConfig
 from xtrain.explain.command import main
+from xtrain.passes.use_triton_rope import use_triton_rope
 
 ROOT = Path(__file__).parent.parent
 
@@ -24,6 +31,8 @@ ROOT = Path(__file__).parent.parent
 def test_help_is_quick_and_imports_no_torch():
     script = """
 import sys
+import xtrain
+from xtrain.config import RunConfig
 from xtrain.explain.command import main
 try:
     main(["--help"])
@@ -84,6 +93,33 @@ def test_a_mistake_is_one_line_and_exit_code_2(capsys, arguments, message):
 
 
 @pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["tiny", "--set", "vocab_size=99999999999"], r"would take at least [\d,]+ bytes"),
+        (["tiny", "--layers", "99999999999"], r"would take at least [\d,]+ bytes"),
+        (["tiny", "--batch", "99999999999"], r"--batch 99999999999, .* at least [\d,]+ bytes"),
+        (["tiny", "--set", "rope_base=1" + "0" * 400], "rope_base must be a finite number"),
+        (["tiny", "--set", "dim=" + "[" * 10_000], "dim must be a positive int"),
+        (["tiny", "--set", "dropout=true"], "dropout must be a finite number, got True"),
+        (["tiny", "--html", "/"], "cannot write /: Is a directory"),
+        (["tiny", "--dump-graphs", "/dev/null/x"], "read or write /dev/null/x: Not a directory"),
+        (["sys:exit"], r"sys:exit\(\) fails: SystemExit"),
+        (["damaged"], "cannot read the configuration .*config.toml: .*line 1"),
+        (["shapeless"], "run .*shapeless: .*missing .* 'dim'"),
+    ],
+)
+def test_what_cannot_be_held_or_read_is_one_line(tmp_path, monkeypatch, capsys, arguments, message):
+    for name, text in (("damaged", "[model\n"), ("shapeless", "[model]\nvocab_size = 5")):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "config.toml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and len(error) < 2100
+    assert re.search(message, error), error
+
+
+@pytest.mark.parametrize(
     "contents, message",
     [
         ("{", "cannot build"),
@@ -97,6 +133,91 @@ def test_a_wrong_config_folder_is_one_line_and_exit_code_2(tmp_path, capsys, con
     assert main([str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and message in error
+
+
+# --- --verify -----------------------------------------------------------------------------------
+
+
+def test_verify_prints_its_verdict_and_a_failure_is_exit_code_1(tmp_path, capsys, monkeypatch):
+    arguments = ["tiny", "--layers", "1", "--verify", "--json", str(tmp_path / "found.json")]
+    assert main(arguments) == 0
+    (said,) = re.findall(r"^verified: .*", capsys.readouterr().out, re.M)
+    assert re.match(r"verified: 1 loss, 12 gradients of 1 graph .*; largest error 0", said)
+    found = json.loads((tmp_path / "found.json").read_text())["verification"]
+    assert (found["num_gradients"], found["failures"], found["left_out"]) == (12, [], [])
+
+    def no_rotation(graph, **keywords):
+        result = use_triton_rope(graph, **keywords)
+        for node in [n for n in graph.nodes if n.target is ops.OPS["rope_qk"].forward]:
+            node.update_arg(3, node.args[2])
+        return result
+
+    no_rotation.__name__ = "use_triton_rope"
+    changed = [no_rotation if s is use_triton_rope else s for s in swaps._SWAPS]
+    monkeypatch.setattr(swaps, "_SWAPS", tuple(changed))
+    assert main(arguments) == 1
+    (said,) = re.findall(r"^verified: .*", capsys.readouterr().out, re.M)
+    assert "; FAILED: output 0 is off by " in said and "by use_triton_rope" in said
+    (failure,) = json.loads((tmp_path / "found.json").read_text())["verification"]["failures"]
+    assert failure in said
+
+
+# --- runs and presets ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_run_is_shown_as_it_was_trained(tmp_path, monkeypatch, capsys, compiled):
+    """Its model, dropout, dtype and passes, the logits left out: the counts of its own first step.
+
+    The trainer's report is the truth, read off a run whose backend stops before inductor's code.
+    """
+    reports = []
+    original = xtrain.compile
+
+    def compile_without_code(model, **keywords):
+        backend = {"inductor": "aot_eager"}.get(keywords["backend"], keywords["backend"])
+        reports.append(original(model, **{**keywords, "backend": backend}))
+        return reports[-1]
+
+    monkeypatch.setattr(xtrain, "compile", compile_without_code)
+    with running(tmp_path) as runner:
+        flags = ["--dropout=0.3", "--dtype=bf16", "--disable-pass=use_triton_rope", "--name=r"]
+        assert runner("--steps=1", *flags, "--compile" if compiled else "--no-compile") == 0
+    trained = reports.pop().report()
+    monkeypatch.chdir(tmp_path)
+    for name in ("r", "runs/r"):
+        capsys.readouterr()
+        assert main([name, "--json", "-"]) == 0
+        shown = json.loads(capsys.readouterr().out)
+        assert (shown["options"]["dropout"], shown["options"]["dtype"]) == (0.3, "bf16")
+        counts = [(row["name"], row["matched"], row["replaced"]) for row in shown["passes"]]
+        assert counts == [(r.name, r.num_matched, r.num_replaced) for r in trained.passes]
+        assert [site["name"] for site in shown["sites"]] == [site.name for site in trained.sites]
+        assert len(counts) > 5 if compiled else len(counts) == 1
+    assert main(["r", "--dropout", "0.5", "--kernels", "off"]) == 0
+    assert "dropout 0.5, existing skip, kernels off" in capsys.readouterr().out
+
+
+def test_a_preset_is_called_as_the_trainer_calls_it(capsys):
+    assert main(["tiny"]) == 0
+    text = capsys.readouterr().out
+    assert "return_logits False: dropout 0.1" in text and "left alone: nothing" in text
+    assert main(["tiny", "--logits", "keep"]) == 0
+    assert "left alone:\n  1 x use_triton_linear_cross_entropy" in capsys.readouterr().out
+    assert main(["tiny", "--set", "dropout=0.25"]) == 0
+    assert "dropout 0.25, existing skip" in capsys.readouterr().out
+
+
+def test_a_run_without_dropout_has_no_sites_to_show(tmp_path, monkeypatch, capsys):
+    config = RunConfig().override({"model.preset": "tiny", "model.n_layers": 1})
+    (tmp_path / "runs" / "r").mkdir(parents=True)
+    (tmp_path / "runs" / "r" / "config.toml").write_text(config.to_toml())
+    monkeypatch.chdir(tmp_path)
+    assert main(["r"]) == 0
+    text = capsys.readouterr().out
+    assert "residual sites: none, as dropout is 0; --dropout P shows them" in text
+    assert main(["r", "--dropout", "0.1"]) == 0
+    assert "blocks.0.attention" in capsys.readouterr().out
 
 
 # --- docs/passes.md -----------------------------------------------------------------------------

@@ -7,12 +7,16 @@ import sys
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from torch import nn
 from training import running
 
+from xtrain import checkpoint
 from xtrain import generate as command
+from xtrain.data import load_tokenizer
 from xtrain.generate import generate
 from xtrain.model import Config, Transformer
+from xtrain.training.run_folder import RunFolder
 
 
 def tiny(**overrides):
@@ -146,3 +150,208 @@ def test_the_module_runs_as_a_command():
     )
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr == "error: unknown argument '--promt'; did you mean --prompt?\n"
+
+
+# --- text of any tokenizer ----------------------------------------------------------------------
+
+TEXT = ["the cat sat on the mat and the dog ran", "a small cat said what the dog sat on"] * 20
+
+
+def byte_level():
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    return tokenizer, trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet
+    )
+
+
+def sentencepiece_bpe():
+    """As Llama 2's file spells it: a word's space is its first letter, other bytes have ids."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    # for the training alone: no merge over a space
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("\u2581", "merged_with_next")
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+    return tokenizer, trainers.BpeTrainer(
+        vocab_size=330, special_tokens=["<unk>", "<s>", "</s>", *bytes_]
+    )
+
+
+def word_piece():
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece(prefix="##")
+    return tokenizer, trainers.WordPieceTrainer(vocab_size=80, special_tokens=["[UNK]", "[SEP]"])
+
+
+def word_level():
+    tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return tokenizer, trainers.WordLevelTrainer(special_tokens=["[UNK]", "</s>"])
+
+
+def word_level_without_unknown():
+    tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return tokenizer, trainers.WordLevelTrainer(special_tokens=["[SEP]"])
+
+
+def unigram():
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.normalizer = normalizers.NFKC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    return tokenizer, trainers.UnigramTrainer(
+        vocab_size=60, special_tokens=["<unk>", "</s>"], unk_token="<unk>"
+    )
+
+
+KINDS = [
+    byte_level,
+    sentencepiece_bpe,
+    word_piece,
+    word_level,
+    word_level_without_unknown,
+    unigram,
+]
+
+
+@pytest.fixture(params=[*KINDS, None], ids=lambda kind: kind.__name__ if kind else "bytes")
+def run(request, tmp_path, monkeypatch):
+    """(tokenizer or None for bytes, the run "r" of an untrained model) in the working folder."""
+    run = RunFolder(tmp_path / "runs" / "r")
+    run.path.mkdir(parents=True)
+    run.config.write_text("")
+    if request.param is None:
+        tokenizer, size = None, 256
+        load_tokenizer("byte").save(run.tokenizer)
+    else:
+        tokenizer, trainer = request.param()
+        trainer.show_progress = False
+        tokenizer.train_from_iterator(TEXT, trainer)
+        if request.param is sentencepiece_bpe:
+            tokenizer.pre_tokenizer = None
+        tokenizer.save(str(run.tokenizer))
+        size = tokenizer.get_vocab_size()
+    model = tiny(vocab_size=size, max_seq_len=16)
+    state = {"model": model.config.to_dict(), "config": {}, "aliases": {}}
+    state["data"] = {"fingerprint": "", "tokens": 0}
+    tensors = {"model": model.state_dict(), "optimizer": {}, "rng": {}}
+    checkpoint.write(run.checkpoints, 1, tensors, state, keep_last=1)
+    monkeypatch.chdir(tmp_path)
+    return tokenizer, run
+
+
+def test_prompt_and_continuation_are_one_text(run, monkeypatch, capsys):
+    """The space before a word is a matter of both; the tokenizers package itself says the text."""
+    tokenizer, _ = run
+    if tokenizer is None:
+        ids, right = list(b" sat"), "the cat sat"
+    else:
+        prompt, ids = tokenizer.encode("the cat").ids, tokenizer.encode("the cat sat").ids
+        assert ids[: len(prompt)] == prompt
+        ids, right = ids[len(prompt) :], "the cat sat"
+    monkeypatch.setattr(command, "generate", lambda *_, **__: ids)
+    assert command.main(["--run=r", "--device=cpu", "--prompt=the cat"]) == 0
+    assert capsys.readouterr().out == f"{right}\n"
+
+
+PROMPTS = {
+    "empty": "",
+    "space": " ",
+    "lines": "\n\n",
+    "words": "the cat",
+    "longer than the context": "the cat sat on the mat " * 20,
+    "special": "the <|endoftext|> </s> [SEP] cat",
+    "emoji": "caf\u00e9 \U0001f642\U0001f3fd \u732b",
+    "half a character": "caf\u0065\u0301",
+    "NUL": "the\0cat",
+    "escapes": "\x1b[31m\x07",
+    "not UTF-8": "the \udcff",
+    "unknown words": "Zqxj WVK",
+}
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_any_prompt_gives_text_or_one_line(run, name, capsys):
+    tokenizer, folder = run
+    text = PROMPTS[name]
+    code = command.main(
+        ["--run=r", "--device=cpu", f"--prompt={text}", "--tokens=5", "--temperature=0"]
+    )
+    out, error = capsys.readouterr()
+    if code:
+        assert code == 2 and out == "" and error.startswith("error: ") and error.count("\n") == 1
+        known = tokenizer is None or name == "words" or name.startswith("longer")
+        assert not known or name == "not UTF-8"
+        assert "\x1b" not in error
+        return
+    model, ours, _ = command.load_run(folder, "cpu")
+    prompt = ours.encode(text or "\n") or [ours.eos_id]
+    ids = prompt + generate(
+        model,
+        prompt,
+        num_tokens=5,
+        vocab_size=ours.vocab_size,
+        temperature=0,
+        eos_id=ours.eos_id,
+    )
+    if tokenizer is None:
+        right = bytes(ids).decode("utf-8", "replace")
+    else:
+        right = tokenizer.decode(ids, skip_special_tokens=False)
+    assert error == "" and out == right + "\n"
+
+
+def test_a_character_may_be_spread_over_ids(run, monkeypatch, capsys):
+    """Bytes that only together are one: the prompt's last and those sampled."""
+    tokenizer, folder = run
+    _, ours, _ = command.load_run(folder, "cpu")
+    smile = "\U0001f642"
+    try:
+        ids = ours.encode(smile)
+    except ValueError:
+        return  # a list of words has no such character
+    for cut in range(len(ids) + 1):
+        monkeypatch.setattr(command, "generate", lambda *_, rest=ids[cut:], **__: rest)
+        monkeypatch.setattr(command, "_encoded", lambda *_, start=ids[:cut]: start)
+        assert command.main(["--run=r", "--device=cpu"]) == 0
+        right = ours.decode(ids)
+        assert capsys.readouterr().out == f"{right}\n"
+        if tokenizer is None or "<0xF0>" in tokenizer.get_vocab():
+            assert right == smile
+
+
+def test_logits_that_are_not_finite_draw_nothing():
+    table = torch.zeros(4, 4)
+    table[1] = float("nan")
+    table[2, 0] = float("inf")
+    table[3] = -float("inf")
+    for last in (1, 2, 3):
+        for temperature in (0, 1.0):
+            with pytest.raises(FloatingPointError, match="after 1 tokens are not finite"):
+                generate(Fixed(table), [last], num_tokens=1, vocab_size=4, temperature=temperature)
+    masked = torch.full((4, 4), -float("inf"))
+    masked[:, 2] = 0.0  # a token ruled out is no fault
+    assert generate(Fixed(masked), [0], num_tokens=2, vocab_size=4) == [2, 2]
+
+
+def test_a_run_that_there_is_not_is_blamed_on_the_right_flag(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for arguments in (["--run=nope"], []):
+        assert command.main(arguments) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: --run found no run") and "--resume" not in error

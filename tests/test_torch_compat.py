@@ -364,3 +364,25 @@ def test_graph_breaks_are_listed_with_their_place_and_reason():
     line = broken.__code__.co_firstlineno + 2
     [(place, reason)] = torch_compat.graph_breaks()[before:]
     assert place == f"{__file__}:{line}" and "graph_break" in reason
+
+
+def test_comparisons_of_sizes():
+    """Guarded where a size is an input's, False where it comes from data."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    unknown = ShapeEnv().create_unbacked_symint()
+    assert torch_compat.holds(True) and not torch_compat.holds(False)
+    assert not torch_compat.holds(unknown < 3) and not torch_compat.holds(unknown == 1)
+
+
+def test_what_a_compilation_failed_with_is_found_behind_its_wrapping():
+    def backend(module, inputs):
+        raise NotADirectoryError(20, "Not a directory", "x/y")
+
+    with pytest.raises(Exception, match="Not a directory") as caught:
+        torch.compile(lambda x: x.sin(), backend=backend)(torch.ones(3))
+    cause = torch_compat.cause_of(caught.value)
+    assert type(cause) is NotADirectoryError and cause.filename == "x/y"
+    assert torch_compat.cause_of(cause) is cause
+    missing = torch._inductor.exc.InvalidCxxCompiler()
+    assert torch_compat.is_missing_compiler(missing) and not torch_compat.is_missing_compiler(cause)

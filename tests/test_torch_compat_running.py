@@ -39,6 +39,18 @@ def test_storage_ref_expires_with_the_memory_not_with_the_tensor():
     assert ref.expired()
 
 
+def test_writes_are_counted_through_views_and_by_what_shares_the_memory():
+    x = torch.zeros(3)
+    other = x.detach()
+    before = torch_compat.num_writes(x)
+    x.add(1)
+    assert torch_compat.num_writes(x) == before
+    x[1:].mul_(2)
+    with torch.no_grad():
+        other.add_(1)
+    assert torch_compat.num_writes(x) == torch_compat.num_writes(other) == before + 2
+
+
 def test_inductors_allocation_gives_the_layout_that_is_asked_for(device):
     empty = torch_compat.empty_strided(device.type)
     tensor = empty((2, 3), (1, 2), torch.bfloat16)

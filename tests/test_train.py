@@ -92,14 +92,14 @@ def test_flags_reach_their_fields():
     parser = train.build_parser()
     args = parser.parse_args(
         "--preset 124m --data a b --data c --compile --no-deterministic --recompute 3 "
-        "--disable-pass x --disable-pass y --dump-graphs d --set optim.grad_clip=0".split()
+        "--disable-pass x --disable-pass y --verify --dump-graphs d --set optim.grad_clip=0".split()
     )
     config = RunConfig().override(train.overrides(args))
     assert config.model.preset == "124m" and config.model.recompute == 3
     assert config.data.paths == ("a", "b", "c")
     assert config.run.compile is True and config.run.deterministic is False
     assert config.run.disable_passes == ("x", "y") and config.run.dump_graphs == "d"
-    assert config.optim.grad_clip == 0.0
+    assert config.optim.grad_clip == 0.0 and config.run.verify is True
     assert RunConfig().override(train.overrides(parser.parse_args([]))) == RunConfig()
 
 
@@ -206,6 +206,8 @@ def read_newest(runner, name):
 def test_thirty_compiled_steps_compile_once(runner, monkeypatch, caplog):
     """Row C12: step, seed and learning rate are values, not constants; masks change each step.
 
+    --verify holds the first step, and no later one, against the graph without swaps.
+
     Row C58: the run again, its kernels from the cache now, is bitwise the same.
     """
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(runner.folder / "inductor"))
@@ -221,9 +223,14 @@ def test_thirty_compiled_steps_compile_once(runner, monkeypatch, caplog):
             losses.append(self.parts.compiled(tokens, targets, return_logits=False)[1].item())
         assert losses[0] == losses[1] != losses[2]
         compiles.append(counters["stats"]["unique_graphs"])
+        verified = self.parts.compiled.report().verification
+        swapped = self.parts.config.run.compile  # what runs eagerly has no swaps
+        num_parameters = len(list(self.parts.model.parameters()))
+        assert (verified.num_losses, verified.failures, verified.left_out) == (swapped, [], [])
+        assert verified.num_gradients == num_parameters * swapped
 
     monkeypatch.setattr(session.Trainer, "_step", step)
-    flags = ("--steps=30", "--dropout=0.2", "--compile")
+    flags = ("--steps=30", "--dropout=0.2", "--compile", "--verify")
     torch._logging.set_logs(recompiles=True)
     try:
         with caplog.at_level(logging.DEBUG, logger="torch._dynamo"):

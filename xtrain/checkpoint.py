@@ -20,14 +20,17 @@ import json
 import os
 import re
 import shutil
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from xtrain.strict_read import check_fields, is_count, json_file, why
 
 FORMAT = 1  # of the folder; raised when an older reader could not read a newer folder
 _FOLDER_NAME = re.compile(r"step_(\d{8,})")
@@ -36,6 +39,10 @@ _TEMP, _OLD = ".tmp-", ".old-"  # names that no reader takes for a checkpoint
 
 class CheckpointError(RuntimeError):
     """A checkpoint that cannot be written, found, read or loaded; the message says what to do."""
+
+
+class CheckpointWriteError(CheckpointError):
+    """A checkpoint that the disk did not take."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,7 @@ def write(
 
     Args:     tensors: file stem -> name -> tensor, such as {"model": ..., "optimizer": ...}.
               state: anything JSON holds; "format" and "step" are added.
-    Raises:   CheckpointError when the disk is full or refuses; older checkpoints are intact then.
+    Raises:   CheckpointWriteError when the disk is full or refuses; older ones are intact then.
     """
     final = folder / f"step_{step:08d}"
     temp = folder / f"{_TEMP}{final.name}-{os.getpid()}"
@@ -78,7 +85,7 @@ def write(
         reason = getattr(error, "strerror", None) or error
         kept = steps(folder)
         newest = f"the newest is {folder / kept[-1][1].name}" if kept else "there is none yet"
-        raise CheckpointError(
+        raise CheckpointWriteError(
             f"cannot write the checkpoint of step {step} to {final}: {reason}. Earlier "
             f"checkpoints are untouched ({newest}); free some space and resume"
         ) from error
@@ -112,21 +119,45 @@ def defect(path: Path, *, contents: bool = True) -> str | None:
     contents: read every byte, not the sizes alone.
     """
     try:
-        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+        manifest = json_file(path / "manifest.json")
         files = manifest["files"]
         if manifest["format"] > FORMAT:
             return f"written by a newer xtrain (format {manifest['format']})"
         for name, expected in files.items():
-            size = (path / name).stat().st_size
+            status = (path / name).stat()
+            if not stat.S_ISREG(status.st_mode):
+                return f"{name} is no file"
+            size = status.st_size
             if size != expected["bytes"]:
                 return f"{name} has {size} bytes, not {expected['bytes']}"
         for name, expected in files.items() if contents else ():
             if _sha256(path / name) != expected["sha256"]:
                 return f"{name} is damaged (its SHA-256 differs)"
+        if contents:
+            return _wrong_contents(path)
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"manifest.json is unreadable ({error})"
+        return f"manifest.json is unreadable ({why(error)})"
+    return None
+
+
+def _wrong_contents(path: Path) -> str | None:
+    """Return what is wrong with files that are as their manifest says, which may be forged."""
+    match = _match(path)
+    try:
+        state = json_file(path / "state.json")
+        check_fields(state, {"format": is_count, "step": is_count})
+        if match is not None and state["step"] != int(match[1]):
+            raise ValueError(f"step is {state['step']}, not {int(match[1])}")
+    except (OSError, ValueError) as error:
+        return f"state.json is damaged ({why(error)})"
+    for file in sorted(path.glob("*.safetensors")):
+        try:
+            with safe_open(file, "pt"):  # reads the header
+                pass
+        except (OSError, SafetensorError) as error:
+            return f"{file.name} is damaged ({why(error)})"
     return None
 
 
@@ -138,7 +169,7 @@ def read(path: Path) -> Checkpoint:
     reason = defect(path)
     if reason is not None:
         raise CheckpointError(f"{path} is not a complete checkpoint: {reason}")
-    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    state = json_file(path / "state.json")
     tensors = {
         # cloned: loaded tensors are a map of the file, which later saves delete
         file.stem: {name: tensor.clone() for name, tensor in load_file(file).items()}

@@ -10,7 +10,7 @@ shape of the model is checked by `xtrain.model.Config`, beside the model.
 
 from __future__ import annotations
 
-import tomllib
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -18,9 +18,10 @@ from typing import Any
 
 import tomli_w
 
-from xtrain.config_fields import ConfigError, Section, kinds_of, option, type_hints, unknown
+from xtrain.config_fields import ConfigError, Section, closest, kinds_of, option, type_hints
+from xtrain.rng import SEED_RANGE
+from xtrain.strict_read import shown, toml_file, toml_value, why
 
-SEED_RANGE = -(2**63), 2**64 - 1  # what torch's generators take
 PRESETS = ("tiny", "small", "124m", "350m", "1b", "8b")  # those of xtrain.model
 
 
@@ -181,6 +182,9 @@ class RunSection(Section):
         "auto", "xtrain's own ops: auto, triton or off", choices=("auto", "triton", "off")
     )
     disable_passes: tuple[str, ...] = option((), "names of passes that do not run")
+    verify: bool = option(
+        False, "the first step also without swaps and in fp64, compared; takes that time and memory"
+    )
     dump_graphs: str = option("", "folder for the graphs before and after each pass; empty: none")
     drift_every: int = option(
         0,
@@ -210,13 +214,14 @@ class RunConfig:
         sections = {}
         for name, table in values.items():
             if name not in SECTIONS:
-                raise ConfigError(unknown("section", name, SECTIONS, source))
+                raise ConfigError(_unknown_section(name, source))
             if not isinstance(table, Mapping):
-                raise ConfigError(f"{name} must be a section ([{name}]) in {source}, got {table!r}")
-            known = [item.name for item in fields(SECTIONS[name])]
+                raise ConfigError(
+                    f"{name} must be a section ([{name}]) in {source}, got {shown(table)}"
+                )
             for key in table:
-                if key not in known:
-                    raise ConfigError(unknown(f"key in [{name}]", key, known, source))
+                if f"{name}.{key}" not in names():
+                    raise ConfigError(_unknown_key(f"{name}.{key}", source))
             sections[name] = SECTIONS[name](**table)
         return cls(**sections)
 
@@ -224,10 +229,9 @@ class RunConfig:
     def load(cls, path: str | Path) -> RunConfig:
         """Read a TOML file; ConfigError names the file and the place."""
         try:
-            values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise ConfigError(f"cannot read the configuration {path}: {reason}") from None
+            values = toml_file(path)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot read the configuration {path}: {why(error)}") from None
         values.pop("versions", None)  # what a run's own config.toml adds for its reader
         return cls.from_dict(values, source=str(path))
 
@@ -285,15 +289,12 @@ def parse_assignment(text: str) -> tuple[str, Any]:
     """
     name, equals, value = (part.strip() for part in text.partition("="))
     if not equals:
-        raise ConfigError(f"--set takes section.key=value, got {text!r}")
+        raise ConfigError(f"--set takes section.key=value, got {shown(text)}")
     section, key = _split_name(name)
     kinds = kinds_of(type_hints(SECTIONS[section])[key])
     if value == "none" and type(None) in kinds:
         return name, None
-    try:
-        parsed = tomllib.loads(f"value = {value}")["value"]
-    except (tomllib.TOMLDecodeError, KeyError):
-        parsed = value
+    parsed = toml_value(value)
     if str in kinds and not isinstance(parsed, tuple(kinds)):
         parsed = value
     if tuple in kinds and isinstance(parsed, str):
@@ -303,10 +304,40 @@ def parse_assignment(text: str) -> tuple[str, Any]:
 
 def _split_name(name: str) -> tuple[str, str]:
     section, _, key = name.partition(".")
-    every = [f"{part}.{item.name}" for part in SECTIONS for item in fields(SECTIONS[part])]
-    if name not in every:
-        raise ConfigError(unknown("key", name, every, "--set"))
+    if name not in names():
+        raise ConfigError(_unknown_key(name, "--set"))
     return section, key
+
+
+def names() -> list[str]:
+    """Return "section.key" of every field."""
+    return [f"{part}.{item.name}" for part in SECTIONS for item in fields(SECTIONS[part])]
+
+
+def _unknown_key(name: str, source: str) -> str:
+    """Return the message for a key that there is not: the closest of all sections, or its own's."""
+    section, dot, key = name.rpartition(".")
+    what = f"key {shown(name)}"
+    close = closest(name, names())
+    if source != "--set":  # a file, where the key stands below its section
+        what = f"key in [{section}] {shown(key)}"
+        close = [other.removeprefix(f"{section}.") for other in close]
+    if close:
+        advice = f"did you mean {' or '.join(close)}?"
+    elif section in SECTIONS:
+        keys = [item.name for item in fields(SECTIONS[section])]
+        advice = f"keys of [{section}]: {', '.join(keys)}"
+    elif dot:
+        return _unknown_section(section, source)
+    else:
+        advice = f"write section.key=value; sections: {', '.join(SECTIONS)}"
+    return f"unknown {what} in {source}; {advice}"
+
+
+def _unknown_section(name: str, source: str) -> str:
+    close = difflib.get_close_matches(name, SECTIONS, n=1)
+    advice = f"did you mean {close[0]}?" if close else f"sections: {', '.join(SECTIONS)}"
+    return f"unknown section {shown(name)} in {source}; {advice}"
 
 
 def _check_together(config: RunConfig) -> None:

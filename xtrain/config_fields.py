@@ -13,6 +13,8 @@ from functools import cache
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from xtrain.strict_read import shown
+
 
 class ConfigError(ValueError):
     """A configuration that cannot be run; the message names the field and says what to do."""
@@ -45,12 +47,55 @@ def unknown(what: str, name: str, known: Iterable[str], source: str) -> str:
     """Return the message for a name that is not among the known ones, with the closest of them."""
     known = list(known)
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
-    # train.learning_rate for optim.learning_rate: the right key in another section
-    close += [
-        k for k in known if k.rpartition(".")[2] == name.rpartition(".")[2] and k not in close
-    ]
-    advice = f"did you mean {' or '.join(close[:3])}?" if close else f"known: {', '.join(known)}"
-    return f"unknown {what} {name!r} in {source}; {advice}"
+    advice = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known)}"
+    return f"unknown {what} {shown(name)} in {source}; {advice}"
+
+
+def closest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
+    """Return the names "section.key" that may be meant by one that is not among them, best first.
+
+    The key decides and the section, which may be another or not given, only ranks. A key is close
+    in its spelling, or in its words: `warmup`, `lr` and `gradient_clipping` for warmup_steps,
+    learning_rate and grad_clip.
+    """
+    section, _, key = name.rpartition(".")
+    known = list(known)
+    known = [other for other in known if other.rpartition(".")[2] == key] or known
+    found = []
+    for other in known:
+        other_section, _, other_key = other.rpartition(".")
+        score = _ratio_of_words(key.split("_"), other_key.split("_"))
+        if (spelling := _ratio(key, other_key)) >= 0.7:
+            score = max(score, spelling)
+        if score >= 0.6:
+            found.append((score + 0.3 * _ratio(section, other_section), other))
+    found.sort(key=lambda item: -item[0])
+    return [other for score, other in found[:count] if score > found[0][0] - 0.3]
+
+
+def _ratio(a: str, b: str) -> float:
+    return difflib.SequenceMatcher(None, a, b).ratio()
+
+
+def _ratio_of_words(asked: list[str], known: list[str]) -> float:
+    """How much two names share: the harmonic mean of the shares of their words that match."""
+    used, covered = 0, set()
+    for word in asked:
+        for start, other in enumerate(known):
+            if min(len(word), len(other)) >= 3 and (
+                word.startswith(other) or other.startswith(word)
+            ):
+                places = {start}
+            elif len(word) >= 2 and word == "".join(w[:1] for w in known[start:][: len(word)]):
+                places = set(range(start, start + len(word)))
+            elif word == other:
+                places = {start}
+            else:
+                continue
+            used += 1
+            covered |= places
+            break
+    return 2 * used * len(covered) / (used * len(known) + len(covered) * len(asked) or 1)
 
 
 @cache
@@ -74,14 +119,21 @@ def _check_type(name: str, value: Any, hint: Any) -> Any:
         return None
     if tuple in kinds:
         if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
-            return tuple(value)
-        raise ConfigError(f"{name} must be a list of texts, got {value!r}")
+            return tuple(_check_text(name, item) for item in value)
+        raise ConfigError(f"{name} must be a list of texts, got {shown(value)}")
     if type(value) in kinds:  # exactly: a bool is no number here
-        return value
+        return _check_text(name, value) if isinstance(value, str) else value
     if float in kinds and type(value) is int:
-        return float(value)
+        return float(value) if abs(value) < 1 << 1000 else math.inf
     wanted = " or ".join(_KIND_NAMES[kind] for kind in kinds if kind in _KIND_NAMES)
-    raise ConfigError(f"{name} must be {wanted}, got {value!r}")
+    raise ConfigError(f"{name} must be {wanted}, got {shown(value)}")
+
+
+def _check_text(name: str, text: str) -> str:
+    """Refuse what neither config.toml nor the name of a file can hold."""
+    if "\0" in text or any("\ud800" <= c <= "\udfff" for c in text):
+        raise ConfigError(f"{name} must be UTF-8 text without NUL bytes, got {shown(text)}")
+    return text
 
 
 def _check_limits(name: str, value: Any, limits: Mapping[str, Any]) -> None:
@@ -91,13 +143,16 @@ def _check_limits(name: str, value: Any, limits: Mapping[str, Any]) -> None:
         choices = limits["choices"]
         close = difflib.get_close_matches(value, choices, n=1)
         advice = f"; did you mean {close[0]}?" if close else ""
-        raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}{advice}")
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {shown(value)}{advice}")
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{name} must be finite, got {value}")
+    if isinstance(value, int) and value >= limits.get("at_most", 2**63 - 1) + 1:
+        limit = limits.get("at_most", "2^63 - 1")
+        raise ConfigError(f"{name} must be at most {limit}, got {shown(value)}")
     if "at_least" in limits and value < limits["at_least"]:
-        raise ConfigError(f"{name} must be at least {limits['at_least']}, got {value}")
+        raise ConfigError(f"{name} must be at least {limits['at_least']}, got {shown(value)}")
     if "above" in limits and value <= limits["above"]:
-        raise ConfigError(f"{name} must be above {limits['above']}, got {value}")
+        raise ConfigError(f"{name} must be above {limits['above']}, got {shown(value)}")
     if "below" in limits and value >= limits["below"]:
         raise ConfigError(f"{name} must be below {limits['below']}, got {value}")
     if "at_most" in limits and value > limits["at_most"]:

@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from xtrain.config import SEED_RANGE, ConfigError, RunConfig
+from xtrain.config import ConfigError, RunConfig
+from xtrain.rng import SEED_RANGE
+from xtrain.strict_read import shown
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -41,12 +43,15 @@ def generate(
               never chosen.
               temperature: divides the logits; 0 takes the likeliest token.
               top_k: candidates per token; 0: all.
-    Raises:   ValueError for an empty prompt or an id outside the vocabulary.
+    Raises:   ValueError for an empty prompt or an id outside the vocabulary; FloatingPointError for
+              logits of which the largest is not finite: nothing can be drawn from them.
     """
     import torch
 
     if not prompt or not all(0 <= token < vocab_size for token in prompt):
-        raise ValueError(f"prompt must be ids below {vocab_size}, at least one, got {prompt!r}")
+        raise ValueError(
+            f"prompt must be ids below {vocab_size}, at least one, got {shown(prompt, 200)}"
+        )
     device = next(model.parameters()).device
     context: int = model.config.max_seq_len  # type: ignore[assignment,union-attr]
     generator = torch.Generator().manual_seed(seed)
@@ -58,6 +63,11 @@ def generate(
             for _ in range(num_tokens):
                 inputs = torch.tensor([tokens[-context:]], device=device)
                 logits = model(inputs)[0][0, -1, :vocab_size].float().cpu()
+                if not logits.max().isfinite():  # -inf only rules a token out
+                    raise FloatingPointError(
+                        f"the logits after {len(tokens)} tokens are not finite (the largest is "
+                        f"{logits.max().item()}): the weights are damaged, or have diverged"
+                    )
                 tokens.append(_draw(logits, temperature, top_k, generator))
                 if tokens[-1] == eos_id:
                     break
@@ -81,20 +91,52 @@ def _draw(logits: Tensor, temperature: float, top_k: int, generator) -> int:
 def load_run(run: RunFolder, device: str) -> tuple[nn.Module, Tokenizer, int]:
     """Return (model, tokenizer, step) of a run's newest complete checkpoint.
 
-    Raises: ConfigError when the run has none; CheckpointError when it does not fit.
+    A warning in the log names each newer one that is damaged.
+    Raises: ConfigError when the run has none, or a tokenizer that the model is not for;
+            CheckpointError when it does not fit; DataError for the tokenizer.
     """
-    from xtrain import checkpoint
+    from xtrain.checkpoint import CheckpointError
     from xtrain.data import load_tokenizer
     from xtrain.model import Config, Transformer
     from xtrain.state_names import load_model_tensors
+    from xtrain.training.resume import newest_checkpoint
 
-    path, _ = checkpoint.newest_complete(run.checkpoints)
-    if path is None:
-        raise ConfigError(f"{run.path} has no complete checkpoint")
-    saved = checkpoint.read(path)
-    model = Transformer(Config.from_dict(saved.state["model"]))
-    load_model_tensors(model, saved.tensors["model"], saved.state["aliases"])
-    return model.to(device).eval(), load_tokenizer(run.tokenizer), saved.step
+    saved = newest_checkpoint(run, "to sample from")
+    tokenizer = load_tokenizer(run.tokenizer)
+    tensors = saved.tensors["model"]
+    try:
+        config = Config.from_dict(saved.state["model"])
+    except ValueError as error:
+        raise CheckpointError(f"{saved.path} is damaged: model.{error}") from None
+    if config.num_parameters() != sum(tensor.numel() for tensor in tensors.values()):
+        raise CheckpointError(  # before memory is asked for
+            f"{saved.path} is damaged: its weights are not the {config.num_parameters():,} numbers "
+            "of its model's configuration"
+        )
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ConfigError(
+            f"{run.tokenizer} has ids up to {tokenizer.vocab_size - 1}, and the model of "
+            f"{saved.path} only {config.vocab_size} rows; put the tokenizer there that it "
+            "was trained with"
+        )
+    model = Transformer(config)
+    load_model_tensors(model, tensors, saved.state["aliases"])
+    return model.to(device).eval(), tokenizer, saved.step
+
+
+def _encoded(text: str, tokenizer: Tokenizer) -> list[int]:
+    """Return the ids of a prompt; of an empty one a newline's, or the end of a document's.
+
+    Raises: ConfigError for a prompt of which the tokenizer leaves nothing; DataError.
+    """
+    ids = tokenizer.encode(text or "\n")
+    if not ids and not text and tokenizer.eos_id is not None:
+        ids = [tokenizer.eos_id]
+    if not ids:
+        raise ConfigError(
+            f"--prompt {shown(text)} has no token that the run's tokenizer knows; give other text"
+        )
+    return ids
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -114,10 +156,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the prompt and what the model makes of it."""
-    from xtrain.command_line import exit_codes, limit_spinning
+    from xtrain.command_line import exit_codes, limit_spinning, show
 
-    args = build_parser().parse_args(arguments)
     with exit_codes() as status:
+        args = build_parser().parse_args(arguments)
         limit_spinning()
         from xtrain.training.build import choose_device
         from xtrain.training.run_folder import find
@@ -130,20 +172,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not SEED_RANGE[0] <= args.seed <= SEED_RANGE[1]:
             raise ConfigError(f"--seed must be from -2^63 to 2^64 - 1, got {args.seed}")
         device, _ = choose_device(args.device)
-        run = find(Path(RunConfig().run.folder), args.run)
-        model, tokenizer, _ = load_run(run, device)
-        prompt = tokenizer.encode(args.prompt or "\n")
-        ids = generate(
-            model,
-            prompt,
-            num_tokens=args.tokens,
-            vocab_size=tokenizer.vocab_size,
-            temperature=args.temperature,
-            top_k=args.top_k,
-            seed=args.seed,
-            eos_id=tokenizer.eos_id,
-        )
-        sys.stdout.write(args.prompt + tokenizer.decode(ids) + "\n")
+        run = find(Path(RunConfig().run.folder), args.run, "--run")
+        model, tokenizer, step = load_run(run, device)
+        prompt = _encoded(args.prompt, tokenizer)
+        try:
+            ids = generate(
+                model,
+                prompt,
+                num_tokens=args.tokens,
+                vocab_size=tokenizer.vocab_size,
+                temperature=args.temperature,
+                top_k=args.top_k,
+                seed=args.seed,
+                eos_id=tokenizer.eos_id,
+            )
+        except FloatingPointError as error:
+            raise ConfigError(f"{run.path}, step {step}: {error}") from None
+        # of all ids at once: how one is spelt may depend on those before it
+        show(tokenizer.decode(prompt + ids) + "\n")
     return status.code
 
 

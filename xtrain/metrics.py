@@ -11,6 +11,8 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from xtrain.config_fields import ConfigError
+
 if TYPE_CHECKING:
     import torch
 
@@ -133,6 +135,39 @@ def _peak_resident_bytes() -> int:
     except (OSError, StopIteration):
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak * (1 if sys.platform == "darwin" else 1024)  # bytes there, KiB elsewhere
+
+
+def memory_bytes(device: torch.device | str) -> int | None:
+    """Return the bytes that a device can hold: a GPU's own, or this machine's with its swap.
+
+    None where the system does not say. A limit of this process's control group counts.
+    """
+    import torch
+
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    try:
+        with open("/proc/meminfo") as file:
+            fields = dict(line.split(":", 1) for line in file)
+        total = sum(int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "SwapTotal"))
+    except (OSError, KeyError, ValueError):
+        return None
+    try:
+        with open("/sys/fs/cgroup/memory.max") as file:
+            return min(total, int(file.read()))
+    except (OSError, ValueError):  # another system, or no limit
+        return total
+
+
+def check_fits(num_bytes: int, what: str, device: torch.device | str) -> None:
+    """Raise ConfigError, with the bytes that it would take, for what no memory here can hold."""
+    available = memory_bytes(device)
+    if available is not None and num_bytes > available:
+        raise ConfigError(
+            f"{what} would take at least {num_bytes:,} bytes ({num_bytes / GIB:,.1f} GiB), and "
+            f"{device} has {available:,} ({available / GIB:,.1f} GiB)"
+        )
 
 
 def reset_peak_memory(device: torch.device | str) -> None:

@@ -12,7 +12,6 @@ Nothing in `Block` differs from layer to layer, so one compiled block serves all
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from operator import index
@@ -395,5 +394,6 @@ def _positive_int(name: str, value: Any) -> int:
 
 def _finite(name: str, value: Any) -> float:
     is_real = isinstance(value, int | float) and not isinstance(value, bool)
-    _require(is_real and math.isfinite(value), f"{name} must be a finite number, got {value!r}")
+    fits = is_real and abs(value) < 2**1000  # which a whole number may pass
+    _require(fits, f"{name} must be a finite number, got {value!r}")
     return float(value)

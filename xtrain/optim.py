@@ -149,7 +149,8 @@ def load_named_state(
 ) -> None:
     """Put back what named_state returned; the groups and the learning-rate tensor stay.
 
-    Raises: ValueError naming a parameter whose state is missing, or a state without a parameter.
+    Raises: ValueError naming a parameter whose state is missing or of another shape, or a state
+            without a parameter.
     """
     by_parameter: dict[str, dict[str, Tensor]] = {}
     for key, value in tensors.items():
@@ -161,6 +162,12 @@ def load_named_state(
             entries = by_parameter.pop(names[id(parameter)], {})
             if tensors and not entries:  # an optimiser saved before its first step has none at all
                 raise ValueError(f"no optimiser state for parameter {names[id(parameter)]!r}")
+            for entry, value in entries.items():
+                if value.dim() and value.shape != parameter.shape:
+                    raise ValueError(
+                        f"the optimiser's {entry} is {tuple(value.shape)} for the parameter "
+                        f"{names[id(parameter)]!r} of shape {tuple(parameter.shape)}"
+                    )
             if entries:
                 state[index] = entries
             index += 1

@@ -18,6 +18,7 @@ MASK64 = (1 << 64) - 1
 GAMMA = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd: SplitMix64's increment
 MUL1 = 0xBF58476D1CE4E5B9
 MUL2 = 0x94D049BB133111EB
+SEED_RANGE = -(1 << 63), (1 << 64) - 1  # of a run's base seed: what torch's generators take
 
 # Constants of the named sites. Names hash far outside the small integers, so that
 # site_seed(..., site="attention") and site_seed(..., site=0) are different sites.

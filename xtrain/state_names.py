@@ -76,6 +76,8 @@ def load_model_tensors(
     """
     tensors = dict(tensors)
     for alias, name in (aliases or {}).items():
+        if name not in tensors:
+            raise CheckpointError(f"the checkpoint has no tensor {name}, which {alias} is to be")
         tensors[alias] = tensors[name]
     own = _plain_state(model)
     found = _under_own_names(tensors, own)

@@ -20,7 +20,8 @@ examples:
   python -m xtrain.train --resume runs/small --steps 400
 
 Everything else is set by --set section.key=value; a run's config.toml lists all keys with their
-meaning and can be edited and passed to --config.
+meaning and can be edited and passed to --config. Exit codes: 0, 1 the run failed, 2 what was asked
+for or given to read is wrong, 70 a fault of xtrain's, 128 + N ended by signal N.
 """
 
 # flag -> the field it sets
@@ -40,6 +41,7 @@ FIELDS = {
     "deterministic": "run.deterministic",
     "dump_graphs": "run.dump_graphs",
     "disable_pass": "run.disable_passes",
+    "verify": "run.verify",
     "drift_every": "run.drift_every",
 }
 
@@ -95,6 +97,7 @@ def _add_training(add: Any) -> None:
     add("--deterministic", action=flag, help="bitwise equal repeats [yes on CPU, no on CUDA]")
     add("--dump-graphs", metavar="DIR", help="write the graphs before and after each pass")
     add("--disable-pass", action="append", metavar="NAME", help="leave a pass out; repeatable")
+    add("--verify", action=flag, help="hold the first step against one without swaps [no]")
     add("--drift-every", type=int, metavar="N", help="fingerprints for xtrain.drift compare [0]")
 
 
@@ -112,8 +115,8 @@ def overrides(args: argparse.Namespace) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Read the command line, build the configuration and train; return the exit code."""
-    args = build_parser().parse_args(arguments)
     with exit_codes() as status:
+        args = build_parser().parse_args(arguments)
         changes = overrides(args)
         base = RunConfig.load(args.config) if args.config else RunConfig()
         config = base.override(changes)  # wrong values are refused before torch is imported

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -182,15 +183,19 @@ def test_mistakes_are_one_line_and_exit_code_5(tmp_path, monkeypatch, capsys, ar
     assert not (tmp_path / "x").exists() and not list(tmp_path.glob(".*tmp*"))
 
 
-def test_an_internal_error_is_no_verdict(records, monkeypatch, capsys):
+def test_an_internal_error_is_no_verdict(records, monkeypatch, capsys, tmp_path):
     from xtrain.drift import comparison
 
     def fail(*_):
         raise KeyError("a bug")
 
     monkeypatch.setattr(comparison, "changes", fail)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert run("compare", records / "a.drift", records / "b.drift") == 70
-    assert "internal error: KeyError" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "internal error: KeyError" in error and error.count("\n") == 1
+    (trace,) = tmp_path.glob("xtrain-error-*")
+    assert str(trace) in error and "Traceback" in trace.read_text()
 
 
 def test_help_needs_no_torch():

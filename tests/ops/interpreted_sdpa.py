@@ -14,7 +14,7 @@ from tolerances import assert_no_worse_than_plain
 from xtrain.ops.triton.sdpa_bwd_kv import sdpa_bwd_kv
 from xtrain.ops.triton.sdpa_bwd_q import sdpa_bwd_q
 from xtrain.ops.triton.sdpa_fwd import sdpa_fwd
-from xtrain.ops.triton.sdpa_tiles import Blocks, Options, document_ranges
+from xtrain.ops.triton.sdpa_tiles import Blocks, Options, dense_rows, document_ranges
 
 pytestmark = [
     pytest.mark.usefixtures("bf16_rounds_to_nearest"),
@@ -175,6 +175,32 @@ def test_inputs_are_only_read_and_runs_agree():
     first, second = kernels(*tensors, options), kernels(*tensors, options)
     assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def packed(layout, B, N, M, T, H):
+    """Views of one projection's rows; a gradient that is a view of the merged heads."""
+    if layout == "q | k | v":
+        row = torch.randn(B, T, (N + 2 * M) * H)
+        parts = row.split([N * H, M * H, M * H], -1)
+        q, k, v = (t.unflatten(-1, (-1, H)).transpose(1, 2) for t in parts)
+    elif layout == "by head":
+        q, k, v = torch.randn(B, T, N, 3 * H).transpose(1, 2).chunk(3, -1)
+    elif layout == "by group":
+        groups = torch.randn(B, T, M, N // M + 2, H)
+        q = groups[..., :-2, :].flatten(2, 3).transpose(1, 2)
+        k, v = (groups[..., i, :].transpose(1, 2) for i in (-2, -1))
+    else:
+        q, k, v = torch.randn(T, B, 3, N, H).permute(2, 1, 3, 0, 4)
+    return q, k, v, torch.randn(B, T, N, H).transpose(1, 2)
+
+
+@pytest.mark.parametrize("layout", ["q | k | v", "by head", "by group", "sequence first"])
+def test_parts_of_a_row(layout):
+    """Read in place: no copy of the row's parts is made on the way to the kernels."""
+    M = 2 if layout in ("q | k | v", "by group") else 4
+    q, k, v, grad_out = packed(layout, 2, 4, M, 33, 16)
+    assert all(dense_rows(t) is t for t in (k, v, grad_out))
+    check(q, k, v, grad_out)
 
 
 def test_strided_inputs_and_expanded_gradient():

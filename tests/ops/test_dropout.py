@@ -264,3 +264,71 @@ def test_errors_seed_and_offset(bad):
 def test_errors_integer_input():
     with pytest.raises(ValueError, match="x must be a tensor of floats, got torch.int64"):
         dropout(torch.ones(4, dtype=torch.int64), 0.5, 1)
+
+
+# --- function transforms ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("randomness", ["error", "different"])
+def test_vmap_draws_the_mask_of_all_rows_together(randomness, device):
+    x = torch.rand(4, 6, 8, device=device)
+
+    def mapped(function, **keywords):
+        return torch.func.vmap(function, randomness=randomness, **keywords)
+
+    def drop(t):
+        return dropout(t, 0.5, seed=3)
+
+    assert torch.equal(mapped(drop)(x), drop(x))
+    assert torch.equal(mapped(mapped(drop))(x), drop(x))
+    assert torch.equal(mapped(drop, in_dims=1)(x), drop(x.transpose(0, 1).contiguous()))
+    with_grad = x.clone().requires_grad_()
+    mapped(drop)(with_grad).sum().backward()
+    assert torch.equal(with_grad.grad, drop(torch.ones_like(x)))
+
+
+def test_vmap_over_seeds_or_offsets_is_the_op_row_by_row(device):
+    x, rows = torch.rand(4, 8, device=device), torch.arange(4, device=device)
+    of_rows = [dropout(x[0], 0.5, i) for i in range(4)]
+    assert torch.equal(torch.vmap(lambda s: dropout(x[0], 0.5, s))(rows), torch.stack(of_rows))
+    of_rows = [dropout(x[i], 0.5, 3, 8 * i) for i in range(4)]
+    found = torch.vmap(lambda t, i: dropout(t, 0.5, 3, 8 * i))(x, rows)
+    assert torch.equal(found, torch.stack(of_rows)) and torch.equal(found, dropout(x, 0.5, 3))
+    masks = torch.vmap(lambda s: dropout_mask((8,), 0.5, s))(rows)
+    assert torch.equal(masks, torch.stack([dropout_mask((8,), 0.5, i) for i in range(4)]))
+
+
+def test_one_mask_for_all_rows_is_refused():
+    x = torch.ones(4, 8)
+    with pytest.raises(RuntimeError, match=r"under vmap draws a mask for each row.*dropout_mask"):
+        torch.vmap(lambda t: dropout(t, 0.5, 3), randomness="same")(x)
+    for function in (
+        lambda t: t * dropout_mask(t.shape, 0.5, 3),
+        lambda t: t * dropout(x[0], 0.5, 3),
+    ):
+        with pytest.raises(RuntimeError, match=r"neither x nor seed nor offset is mapped over"):
+            torch.vmap(function)(x)
+
+
+def test_forward_mode_is_refused_and_reverse_mode_is_not():
+    """Below autograd a tangent would be lost without a word."""
+    x = torch.ones(8)
+
+    def drop(t):
+        return dropout(t, 0.5, 3)
+
+    for differentiate in (
+        lambda: torch.func.jvp(drop, (x,), (x,)),
+        lambda: torch.autograd.functional.jacobian(
+            drop, x, strategy="forward-mode", vectorize=True
+        ),
+        lambda: torch.func.jacfwd(drop)(x),
+    ):
+        with pytest.raises(RuntimeError, match=r"forward-mode|mapped over"):
+            differentiate()
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, x)
+        with pytest.raises(NotImplementedError, match=r"xtrain::dropout has no forward-mode deriv"):
+            drop(dual)
+    rows = torch.autograd.functional.jacobian(drop, x, vectorize=True)
+    assert torch.equal(rows, torch.diag(drop(x)))

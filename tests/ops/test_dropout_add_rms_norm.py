@@ -185,7 +185,7 @@ def test_backward(cast, dtypes, device):
 
 @pytest.mark.parametrize("missing", ["h", "y"])
 def test_backward_of_one_output(missing, device):
-    """A missing gradient counts as zero; the other one's is right."""
+    """A missing gradient counts as zero; the weight of a norm that nobody reads has none at all."""
     x, residual, weight, dh, dy = draw((7, 33), (BF16, FP32, FP32), device)
     leaves = [t.requires_grad_() for t in (x, residual, weight)]
     h, y = ours(*leaves, 0.3, "llama")
@@ -193,6 +193,9 @@ def test_backward_of_one_output(missing, device):
     grads = torch.autograd.grad([kept[0]], leaves, [kept[1]], allow_unused=True)
     zeros = [torch.zeros_like(dh), dy] if missing == "h" else [dh, torch.zeros_like(dy)]
     right = torch.autograd.grad(ours(*leaves, 0.3, "llama"), leaves, zeros)
+    if missing == "y":
+        assert grads[2] is None and right[2].abs().sum() == 0
+        grads, right = grads[:2], right[:2]
     for grad, expected in zip(grads, right, strict=True):
         assert torch.equal(grad, expected)
 
@@ -404,3 +407,20 @@ def test_errors(change, match, compiled):
 def test_errors_seed(bad):
     with pytest.raises(TypeError, match="seed must be an int or a 0-d int64 tensor"):
         dropout_add_rms_norm(torch.ones(2, 4), torch.ones(2, 4), torch.ones(4), 0.1, bad)
+
+
+def test_vmap_draws_the_mask_of_all_rows_together():
+    x, residual, weight = torch.rand(3, 4, 8), torch.rand(3, 4, 8), torch.rand(8)
+
+    def fused(*tensors):
+        return dropout_add_rms_norm(*tensors, 0.5, 3)
+
+    whole = fused(x, residual, weight)
+    for ours, theirs in zip(
+        torch.vmap(fused, (0, 0, None))(x, residual, weight), whole, strict=True
+    ):
+        assert torch.equal(ours, theirs)
+    h, _ = torch.vmap(fused, (None, 0, None))(x[0], residual, weight)
+    assert torch.equal(h, fused(x[:1].expand(3, -1, -1), residual, weight)[0])
+    h, _ = torch.vmap(fused)(x, residual, weight.expand(3, -1))
+    assert torch.equal(h, whole[0])

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from tolerances import assert_close, assert_no_worse_than_plain
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from xtrain.ops import OPS, sdpa, sdpa_decomposition
 from xtrain.ops.sdpa import sdpa_backend, sdpa_reference
@@ -300,6 +301,70 @@ def test_result_lies_as_q_does():
     k = torch.randn(2, 2, 6, 8)
     assert sdpa(q, k, k).transpose(1, 2).is_contiguous()
     assert sdpa(q.contiguous(), k, k).is_contiguous()
+
+
+def falcon(row, N, M):
+    q, k, v = row.unflatten(-1, (M, N // M + 2, -1)).split([N // M, 1, 1], -2)
+    return [t.flatten(2, 3).transpose(1, 2) for t in (q, k, v)]
+
+
+def sequence_first(row, N, M):
+    return row.unflatten(-1, (3, N, -1)).permute(2, 1, 3, 0, 4).unbind()
+
+
+# How one projection's rows hold queries, keys and values; row, N, M -> q, k, v [B, N, T, H]
+PACKED = {
+    "q | k | v": lambda row, N, M: [
+        t.unflatten(-1, (heads, -1)).transpose(1, 2)
+        for t, heads in zip(
+            row.split([row.shape[-1] // (N + 2 * M) * n for n in (N, M, M)], -1),
+            (N, M, M),
+            strict=True,
+        )
+    ],
+    "by head": lambda row, N, M: row.unflatten(-1, (N, -1)).transpose(1, 2).chunk(3, -1),
+    "by group": falcon,
+    "sequence first": sequence_first,
+}
+PACKINGS = [("q | k | v", 4, 4), ("q | k | v", 4, 2), ("by head", 4, 4), ("by group", 4, 1)]
+PACKINGS += [("sequence first", 4, 4), ("q | k | v", 1, 1), ("by head", 3, 3)]
+
+
+@pytest.mark.parametrize("packing,N,M", PACKINGS)
+def test_parts_of_a_row_are_taken_in_place(packing, N, M, device):
+    """Result and gradients lie in the order of the row's heads and tokens: nothing is turned."""
+    B, T, H = 2, 5, 8
+    row = torch.randn(B, T, (N + 2 * M) * H, device=device, requires_grad=True)
+    if packing == "sequence first":
+        row = row.detach().transpose(0, 1).contiguous().requires_grad_()
+    q, k, v = PACKED[packing](row, N, M)
+    out = sdpa(q, k, v, causal=True)
+    to_memory = (2, 0, 1, 3) if packing == "sequence first" else (0, 2, 1, 3)
+    grads = torch.autograd.grad(out, (q, k, v), torch.randn_like(out), retain_graph=True)
+    for result in (out, *grads):
+        assert result.permute(to_memory).is_contiguous()
+    reference = sdpa_reference(q, k, v, causal=True)
+    assert_close(out, reference)
+    dy = torch.randn_like(out)
+    (grad,), (true,) = (torch.autograd.grad(y, row, dy) for y in (out, reference))
+    torch.testing.assert_close(grad, true, rtol=1e-5, atol=1e-5)
+    torch.library.opcheck(OPS["sdpa"].forward, (q, k, v, None, True, 0.3, None, None))
+
+
+@pytest.mark.parametrize("packing,N,M", PACKINGS)
+def test_a_gpu_is_promised_the_order_of_the_row(packing, N, M):
+    """Of a GPU that need not be there: what a graph knows of the op decides on its copies."""
+    B, T, H = 2, 5, 8
+    turned = packing == "sequence first"
+    to_memory = (2, 0, 1, 3) if turned else (0, 2, 1, 3)
+    with FakeTensorMode():
+        row = torch.empty(*(T, B) if turned else (B, T), (N + 2 * M) * H, device="cuda")
+        q, k, v = PACKED[packing](row, N, M)
+        options = (True, 0.3, None, None)
+        out, lse = OPS["sdpa"].forward(q, k, v, None, *options)
+        grads = OPS["sdpa"].backward(out, q, k, v, None, out, lse, *options, False)
+        for result in (out, *grads[:3]):
+            assert result.permute(to_memory).is_contiguous()
 
 
 # --- compilation, edges, errors -------------------------------------------------------------------

@@ -102,7 +102,9 @@ def test_exact_nodes_and_metadata():
 
 
 def test_look_alikes_leave_the_graph_as_it_is():
-    module = hand_built(lambda x, w: F.linear(x, w) + x.cos(), stream(), nn.Parameter(torch.eye(D)))
+    positions = torch.arange(float(D)).expand(B, T, D)  # added to a projection: no value in common
+    weight = nn.Parameter(torch.eye(D))
+    module = hand_built(lambda x, w, p: F.linear(x, w) + p.cos(), stream(), weight, positions)
     before = code_of(module)
     result = insert_into(module)
     assert (result.num_matched, result.num_replaced, result.slots) == (0, 0, [])

@@ -51,3 +51,38 @@ def test_what_dynamo_answers_is_told_from_a_failure():
     assert torch_compat.is_for_dynamo(raised.value)
     assert torch_compat.is_for_dynamo(torch._dynamo.exc.RestartAnalysis())
     assert not torch_compat.is_for_dynamo(RuntimeError())
+
+
+def test_what_dynamo_calls_where_a_grad_mode_or_context_is_entered():
+    """And each has no value in the graph, where all that computes has one."""
+    found = []
+
+    def backend(module, _):
+        found.extend(n for n in module.graph.nodes if n.op == "call_function")
+        return module
+
+    def model(x):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+            y = x * 2
+        return y + x
+
+    torch.compile(model, backend=backend)(torch.ones(3, requires_grad=True))
+    calls = {n.target: n for n in found}
+    assert calls[torch_compat.ENTER_AUTOCAST].args[:3] == ("cpu", torch.bfloat16, True)
+    assert calls[torch_compat.ENTER_INFERENCE_MODE].args == (True,)
+    modes = [n.args for n in found if n.target is torch_compat.SET_GRAD_ENABLED]
+    assert modes[0] == (False,) and modes[-1] == (True,)
+    assert [n.name for n in found if "example_value" in n.meta] == ["y", "add"]
+
+
+def test_memory_is_that_of_the_views_of_a_tensor():
+    with FakeTensorMode():
+        x = torch.ones(4, 6)
+        views = x[1:], x.view(-1), x.t(), x.detach(), x.data, x.unbind()[2], x.ravel()
+        assert {torch_compat.memory_of(v) for v in views} == {torch_compat.memory_of(x)}
+        others = x.clone(), x + 1, x.t().reshape(-1)
+        memories = {torch_compat.memory_of(v) for v in (x, *others)}
+        assert len(memories) == 4 and None not in memories
+    found = []
+    torch.func.vmap(lambda row: found.append(torch_compat.memory_of(row)) or row)(torch.ones(2, 3))
+    assert found == [None]

@@ -11,20 +11,22 @@ from torch import fx
 
 from xtrain import passes, torch_compat
 from xtrain.compiler.backend_failures import failures_explained
-from xtrain.compiler.seeds import ENTRY_ROOT, Seeds, without_locals
+from xtrain.compiler.seeds import ENTRY_ROOT, Seeds, is_entry, without_locals
 from xtrain.compiler.session import Session, SiteError
 from xtrain.compiler.swaps import compile_swapped, passes_of_normalised_graph, wanted
-from xtrain.compiler.uncovered import refusal, uncovered_sites
+from xtrain.compiler.uncovered import counted, refusal, uncovered_sites, unexplained
 from xtrain.passes import fx_utils
 from xtrain.passes.insert_residual_dropout import InsertResult, insert_residual_dropout
+from xtrain.passes.switch_dropout import switch_dropout
 
 
 class Backend:
     """What Dynamo calls with each graph of one mode, training or evaluation."""
 
-    def __init__(self, session: Session, *, training: bool):
+    def __init__(self, session: Session, *, training: bool, switchable: bool = False):
         self.session = session
         self.training = training
+        self.switchable = switchable  # some modules train and others do not
         self.drops = training and session.options.dropout > 0
         # Dynamo shows this name in logs and errors.
         self.__name__ = "xtrain_train" if training else "xtrain_eval"
@@ -42,7 +44,8 @@ class Backend:
         )
         inputs = list(example_inputs)
         inserted = InsertResult()
-        to_run = self._passes(inserted, on_cuda=torch_compat.any_on_cuda(inputs))
+        general = self._general(module)
+        to_run = self._passes(inserted, general, on_cuda=torch_compat.any_on_cuda(inputs))
         if not to_run:  # nothing to drop, to swap or of the user's: the graph as Dynamo traced it
             return self._compile(inner, module, inputs, "")
         key = passes.cache_key(to_run, (options.backend, options.kernels))
@@ -61,6 +64,7 @@ class Backend:
             num_before=len(first),
             compile_graph=compile_graph,
             results=report.passes if self.training else [],
+            verify=options.verify and self.training,
         )
         if not self.drops:
             return swap(module, inputs)
@@ -70,16 +74,44 @@ class Backend:
         ]
         report.unseeded = list(dict.fromkeys([*report.unseeded, *unseeded]))
         self._check_covered(module, inserted)
-        seeds = Seeds(session, module, inserted.slots)
+        seeds = Seeds(session, module, inserted.slots, switchable=self.switchable)
+        if self.switchable:
+            switch_dropout(module)
         if seeds.num_rows:
             example = torch_compat.fake_like_inputs(inputs, seeds.example())
             seeds.placeholder.meta["example_value"] = example
             inputs.append(example)
         with failures_explained(session, module):
             compiled = swap(module, inputs)
-        return seeds.feed(compiled) if seeds.num_rows else seeds.watch(compiled)
+        run = seeds.feed(compiled) if seeds.num_rows else seeds.watch(compiled)
+        return self._recorded(run, inserted)
 
-    def _passes(self, inserted: InsertResult, *, on_cuda: bool) -> list[passes.Pass]:
+    def _recorded(self, run: Callable[..., Any], inserted: InsertResult) -> Callable[..., Any]:
+        """Return `run`, which shows itself to the recorder of a forward that has one."""
+        session, found = self.session, inserted.found
+        session.is_recording_wanted = True  # what ran beside a new graph is to be seen
+
+        def run_seen(*inputs: Any) -> Any:
+            recorder = session.recorder
+            if recorder is None or found is None:
+                return run(*inputs)
+            with recorder.inside_graph():
+                results = run(*inputs)
+            recorder.note_graph(found, inputs, results)
+            return results
+
+        return run_seen
+
+    def _general(self, module: fx.GraphModule) -> str:
+        """Which sites the account may add in a graph: what it shows of the forward decides."""
+        if not is_entry(module):
+            return "none"
+        if self.session.per_block:
+            return "stream"
+        whole = len(torch_compat.graph_breaks()) == self.session.breaks_at_start
+        return "all" if whole else "none"
+
+    def _passes(self, inserted: InsertResult, general: str, *, on_cuda: bool) -> list[passes.Pass]:
         """The passes of this mode in running order; `inserted` receives the sites."""
         options = self.session.options
 
@@ -88,6 +120,8 @@ class Backend:
                 graph,
                 p=options.dropout,
                 existing=options.existing,  # type: ignore[arg-type]
+                settled=self.session.sums,
+                general=general,
             )
             inserted.__dict__.update(result.__dict__)
             return result
@@ -96,7 +130,12 @@ class Backend:
             passes.INSERT_RESIDUAL_DROPOUT,
             insert,
             insert_residual_dropout,
-            (("p", options.dropout), ("existing", options.existing)),
+            (
+                ("p", options.dropout),
+                ("existing", options.existing),
+                ("sums", tuple(options.sums.items())),
+                ("general", general),
+            ),
         )
         every = [insertion, *passes_of_normalised_graph(self.session)]
         ordered = passes.order(every, options.passes, options.disable_passes)
@@ -115,11 +154,14 @@ class Backend:
 
     def _check_covered(self, module: fx.GraphModule, inserted: InsertResult) -> None:
         report = self.session.report
-        lines = uncovered_sites(module, inserted, per_block=self.session.per_block)
+        lines = uncovered_sites(inserted)
+        if not self.session.per_block and inserted.found and inserted.found.account:
+            account = inserted.found.account
+            report.account = counted(account.entries)
+            lines += [unexplained(e) for e in account.entries if e.verdict == "unexplained"]
         report.uncovered += [line for line in lines if line not in report.uncovered]
         if lines and self.session.options.strict:
-            text = refusal(lines, self.session.num_breaks_before)
-            raise SiteError(text + self.session.failures_said())
+            raise SiteError(refusal(lines, self.session))
 
     def _compile(
         self, inner: Callable[..., Any], module: fx.GraphModule, inputs: list[Any], key: str

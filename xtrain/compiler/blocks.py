@@ -9,6 +9,9 @@ in module order, at the depth where the blocks of the architecture sit:
     layers.0.blocks.1              Swin: stages hold little but a list of equal blocks
     layers.0  (not mlp.experts.3)  mixture of experts: attention lies outside the inner list
     layers.0  (not layers.0.1)     ModuleList([attention, feed_forward]): its parts differ
+
+Where nothing of two matrices is a block, modules of a single one are (x + linear(norm(x))), but for
+torch's own layers.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ class Blocks:
     """The blocks of one model: ordinals in module order, and which block a path belongs to."""
 
     def __init__(self, model: nn.Module):
-        self.paths = list(_blocks(model, "")) or list(_equal_siblings(model))
+        self.paths = next(filter(None, map(list, _candidates(model))), [])
         self._ordinals = {path: i for i, path in enumerate(self.paths)}
         # A module that stands in several places (layers that share weights) counts as its first.
         first = {module: path for path, module in model.named_modules()}
@@ -78,19 +81,31 @@ class Blocks:
         return self._ordinals[path] if path in self._ordinals else self._others[path]
 
 
-def _blocks(module: nn.Module, prefix: str) -> Iterator[str]:
+def _candidates(model: nn.Module) -> Iterator[Iterator[str]]:
+    for at_least in (2, 1):
+        yield _blocks(model, "", at_least)
+        yield _equal_siblings(model, at_least)
+
+
+def _blocks(module: nn.Module, prefix: str, at_least: int) -> Iterator[str]:
     for name, child in module.named_children():
         path = f"{prefix}{name}"
         is_element = isinstance(module, _CONTAINERS)
-        if is_element and (_is_list_of_parts(child) or _is_block(child)):
+        if is_element and (_is_list_of_parts(child) or _is_block(child, at_least)):
             yield path
         else:
-            yield from _blocks(child, f"{path}.")
+            yield from _blocks(child, f"{path}.", at_least)
 
 
-def _is_block(element: nn.Module) -> bool:
+def _is_block(element: nn.Module, at_least: int) -> bool:
     is_container = isinstance(element, _CONTAINERS)
-    return not is_container and _num_matrices(element) >= 2 and not _is_stage(element)
+    return not is_container and _may_be_block(element, at_least) and not _is_stage(element)
+
+
+def _may_be_block(module: nn.Module, at_least: int) -> bool:
+    """Whether a module holds as many matrices; a single one is no layer of torch's own."""
+    is_layer = at_least < 2 and type(module).__module__.startswith("torch.nn.modules")
+    return not is_layer and _num_matrices(module) >= at_least
 
 
 def _is_list_of_parts(element: nn.Module) -> bool:
@@ -139,14 +154,14 @@ def _block_lists(module: nn.Module) -> Iterator[nn.Module]:
         yield from _block_lists(child)
 
 
-def _equal_siblings(model: nn.Module) -> Iterator[str]:
+def _equal_siblings(model: nn.Module, at_least: int) -> Iterator[str]:
     """Blocks held as attributes (`self.block0`, `self.block1`) where no container holds any."""
 
     def walk(module: nn.Module, prefix: str) -> Iterator[str]:
         children = list(module.named_children())
-        classes = [type(child) for _, child in children if _num_matrices(child) >= 2]
+        classes = [type(child) for _, child in children if _may_be_block(child, at_least)]
         for name, child in children:
-            if _num_matrices(child) >= 2 and classes.count(type(child)) >= 2:
+            if _may_be_block(child, at_least) and classes.count(type(child)) >= 2:
                 yield f"{prefix}{name}"
             else:
                 yield from walk(child, f"{prefix}{name}.")

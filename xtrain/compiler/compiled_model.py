@@ -10,7 +10,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
 from typing import Any
 
@@ -22,9 +22,17 @@ from xtrain import torch_compat
 from xtrain.compiler import data_parallel, entries
 from xtrain.compiler.options import Options
 from xtrain.compiler.report import Report, Site
+from xtrain.compiler.samples import Samples
 from xtrain.compiler.session import Call, Session, SiteError
 from xtrain.compiler.step_keys import ReplayLedger, StepKey, StepKeys
-from xtrain.compiler.strict_checks import check_executed, check_model_unchanged
+from xtrain.compiler.strict_checks import (
+    account_lines,
+    check_can_drop,
+    check_executed,
+    check_has_values,
+    check_model_unchanged,
+    recording,
+)
 
 
 def check_model(model: nn.Module) -> None:
@@ -45,6 +53,12 @@ def check_model(model: nn.Module) -> None:
         raise TypeError(f"compile the model inside {name}: {name}(xtrain.compile(model), ...)")
 
 
+_HAS_GRAPHS = (
+    "a CompiledModel runs graphs of its own, which another torch.compile cannot hold: leave out "
+    "fullgraph=True, or the outer torch.compile"
+)
+
+
 class CompiledModel(nn.Module):
     """A model behind compiled graphs; everything but `forward` is the model's own.
 
@@ -56,7 +70,8 @@ class CompiledModel(nn.Module):
 
     # accelerate keeps the forward that it wraps as _original_forward, and looks for it there.
     _OWN = frozenset(
-        {"_session", "_inner", "_entries", "_group", "_replays", "forward", "_original_forward"}
+        "_session _inner _entries _group _replays _forward forward _original_forward "
+        "_compiled_call_impl".split()
     )
 
     def __init__(
@@ -79,16 +94,16 @@ class CompiledModel(nn.Module):
         torch_compat.ignore_logging_calls()
         if per_block:
             entries.compile_each_block(self._session)
-            own["_entries"] = {True: model, False: model}
+            own["_entries"] = {True: model, False: model, None: model}
         else:
             own["_entries"] = {
-                training: entries.compiled_entry(self._session, training, entries.call_module)
-                for training in (True, False)
+                mode: functools.partial(
+                    entries.compiled_entry(self._session, mode, entries.call_module, model), model
+                )
+                for mode in (True, False, None)
             }
-            own["_entries"] = {
-                training: functools.partial(entry, model)
-                for training, entry in own["_entries"].items()
-            }
+        # A torch.compile around this object breaks its graph here: ours are compiled by themselves.
+        own["_forward"] = torch.compiler.disable(self._run, reason=_HAS_GRAPHS)
         own["forward"] = MethodType(_forward_like(model.forward), self)
 
     # --- what is ours ---------------------------------------------------------------------------
@@ -132,33 +147,56 @@ class CompiledModel(nn.Module):
         """
         return self._session.last_executed
 
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         session: Session = self._session
-        training = self._inner.training
+        mode = session.training_mode()
+        training = mode is not False
+        drops = training and session.options.dropout > 0
         tensors = entries.tensors_in(args, kwargs)
         session.last_executed = ()
-        call = self._begin(tensors) if training and session.options.dropout > 0 else None
+        if drops:
+            check_can_drop(session, tensors)
+        else:
+            session.bypasses.warn_of_evaluation(training)
+        call = self._begin(tensors) if drops else None
+        if call is not None:
+            call.is_mixed = mode is None
         session.shapes[training].note([tensor for tensor in tensors if tensor.ndim])
         session.shapes[training].mark(None, tensors)
-        with _running(session, call), _clean_errors(), entries.trace_settings(session):
-            result = self._entries[training](*args, **kwargs)
+        with (
+            _running(session, call),
+            _clean_errors(session),
+            entries.trace_settings(session),
+            self._watching(call),
+            recording(session, call, tensors) as recorder,
+        ):
+            result = self._entries[mode](*args, **kwargs)
         if call is not None:
             session.last_executed = tuple(call.executed)
-            check_executed(session, call)
+            check_executed(session, call, account_lines(session, recorder, result))
         return result
+
+    def _watching(self, call: Call | None) -> AbstractContextManager[Any]:
+        """Follow the samples through code between blocks, where it matters where they are."""
+        if call is None or not call.key.first_sample or not self._session.per_block:
+            return nullcontext()
+        return call.samples.watching()
 
     def _begin(self, tensors: list[torch.Tensor]) -> Call:
         check_model_unchanged(self._session)
-        batch = next((tensor.shape[0] for tensor in tensors if tensor.ndim), 1)
+        sizes = [tensor.shape[0] for tensor in tensors if tensor.ndim]
+        batch = next((size for size in sizes if size > 1), 1)
+        samples = Samples(tensors)
         if torch_compat.in_backward():
-            return Call(self._replays.find("forward", tensors), batch)
+            return Call(self._replays.find("forward", tensors), batch, samples)
         keys = self._session.keys
         default = 0
-        if not keys.is_bound:
+        is_default = not keys.is_bound
+        if is_default:
             default = data_parallel.first_sample(self._inner, batch, self._group)
         key = keys.advance(default)
         self._replays.record("forward", tensors, key)
-        return Call(key, batch)
+        return Call(key, batch, samples, is_default)
 
     # --- what is the model's --------------------------------------------------------------------
 
@@ -215,7 +253,10 @@ class CompiledModel(nn.Module):
         inner = self.__dict__.get("_inner")
         if inner is None:
             raise AttributeError(name)
-        return getattr(inner, name)
+        value = getattr(inner, name)
+        if isinstance(value, MethodType) and value.__self__ is inner:
+            return self._session.bypasses.watched(name, value)
+        return value
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "_inner" not in self.__dict__ or name in self._OWN:
@@ -238,6 +279,12 @@ class CompiledModel(nn.Module):
             per_block=session.per_block,
         )
 
+    def __copy__(self) -> CompiledModel:
+        raise TypeError(
+            "a CompiledModel has no shallow copy: its steps and graphs belong to one object. Use "
+            "copy.deepcopy(compiled), or compiled itself where the copy would share its weights."
+        )
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
             "a CompiledModel cannot be pickled: its compiled graphs live in this process. Save "
@@ -256,7 +303,7 @@ def _running(session: Session, call: Call | None) -> Iterator[None]:
 
 
 @contextmanager
-def _clean_errors() -> Iterator[None]:
+def _clean_errors(session: Session) -> Iterator[None]:
     """Raise our own errors as they are, not wrapped into Dynamo's."""
     try:
         yield
@@ -264,6 +311,7 @@ def _clean_errors() -> Iterator[None]:
         cause = torch_compat.backend_cause(error)
         if isinstance(cause, SiteError | graph_passes.PassError | ValueError):
             raise cause from cause.__cause__
+        check_has_values(session.model, error)
         raise
 
 
@@ -276,7 +324,7 @@ def _forward_like(model_forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(model_forward)
     def forward(self: CompiledModel, *args: Any, **kwargs: Any) -> Any:
-        return self._forward(*args, **kwargs)
+        return self._forward(args, kwargs)
 
     del forward.__wrapped__
     signature = inspect.signature(model_forward)

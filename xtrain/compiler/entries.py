@@ -23,8 +23,10 @@ from xtrain.compiler.layer_state import (
 from xtrain.compiler.seeds import ENTRY_ROOT
 from xtrain.compiler.session import Session
 
+_MODES = {True: "train", False: "eval", None: "train_in_part"}
 # The first layer's float is a constant, the second makes it an input, the third finds it one.
 _LAYERS_THAT_SHOW_SHARING = 3
+_CHOICES_OF_MODULES = 128
 
 
 def call_module(_xtrain_model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -38,13 +40,17 @@ def call_block(_xtrain_model: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def compiled_entry(
-    session: Session, training: bool, function: Callable[..., Any]
+    session: Session, mode: bool | None, function: Callable[..., Any], module: nn.Module
 ) -> Callable[..., Any]:
-    """Return `function` compiled for one mode, with a compile cache of its own."""
-    name = f"xtrain_{type(session.model).__name__}_{'train' if training else 'eval'}"
+    """Return `function` compiled for one mode, with a compile cache of its own.
+
+    Args:     mode: whether it trains; None: some modules do and others do not.
+              module: what the function calls.
+    """
+    name = f"xtrain_{type(session.model).__name__}_{_MODES[mode]}"
     return torch.compile(
-        torch_compat.fresh_entry(function, name),
-        backend=Backend(session, training=training),
+        torch_compat.fresh_entry(function, name, module),
+        backend=Backend(session, training=mode is not False, switchable=mode is None),
         dynamic=session.options.dynamic,
         fullgraph=session.options.fullgraph,
     )
@@ -58,17 +64,16 @@ def compile_each_block(session: Session) -> None:
     """
     blocks = {path: session.model.get_submodule(path) for path in session.blocks.paths}
     _check_can_run(session.model, blocks)
-    entries: dict[tuple[type, bool], BlockEntries] = {}
+    entries: dict[tuple[type, bool | None], BlockEntries] = {}
     for path, block in blocks.items():
         siblings = session.blocks.siblings(path)
         floats = floats_of_layer(block, [blocks[other] for other in siblings])
-        for training in (True, False):
-            key = (type(block), training)
+        for mode in _MODES:
+            key = (type(block), mode)
             if key not in entries:
-                entries[key] = BlockEntries(session, training)
-        by_mode: dict[bool, Callable[..., Any]] = {
-            mode: functools.partial(entries[type(block), mode].run, floats)
-            for mode in (True, False)
+                entries[key] = BlockEntries(session, mode, block)
+        by_mode: dict[bool | None, Callable[..., Any]] = {
+            mode: functools.partial(entries[type(block), mode].run, floats) for mode in _MODES
         }
         place = siblings.index(path), len(siblings)
         if isinstance(before := block.__dict__.get("forward"), _BlockForward):
@@ -106,10 +111,11 @@ class BlockEntries:
     Dynamo's limit of graphs for one entry.
     """
 
-    def __init__(self, session: Session, training: bool):
+    def __init__(self, session: Session, mode: bool | None, block: nn.Module):
         self._session = session
-        self._training = training
-        self._shared = compiled_entry(session, training, call_block)
+        self._training = mode is not False
+        self._new_entry = functools.partial(compiled_entry, session, mode, call_block, block)
+        self._shared = self._new_entry()
         self._by_numbers: dict[tuple[float, ...], Callable[..., Any]] = {}
         self._is_apart = False
 
@@ -120,7 +126,7 @@ class BlockEntries:
         if entry is None:
             entry = self._shared
             if self._is_apart:
-                entry = compiled_entry(self._session, self._training, call_block)
+                entry = self._new_entry()
             self._by_numbers[numbers] = entry
         before = self._num_graphs()
         result = entry(block, *args, **kwargs)
@@ -142,7 +148,7 @@ class _BlockForward:
         path: str,
         place: tuple[int, int],
         block: nn.Module,
-        entries: dict[bool, Callable[..., Any]],
+        entries: dict[bool | None, Callable[..., Any]],
     ):
         self.session = session
         self._path = path
@@ -156,10 +162,14 @@ class _BlockForward:
         recomputing = not session.is_running and torch_compat.in_backward()
         if not session.is_running and not recomputing:
             return type(self._block).forward(self._block, *args, **kwargs)
-        entry = functools.partial(self._entries[self._block.training], self._block)
-        watch = session.shapes[session.model.training]
+        call = session.call
+        is_mixed = session.training_mode() is None if call is None else call.is_mixed
+        mode = None if is_mixed else self._block.training
+        entry = functools.partial(self._entries[mode], self._block)
+        watch = session.shapes[session.model.training if call is None else True]
         watch.mark(type(self._block), tensors_in(args, kwargs))
         with (
+            torch_compat.unwatched(),
             session.running_block(self._path),
             shown_to_layer(self._place, (*args, *kwargs.values())),
             trace_settings(session) if recomputing else nullcontext(),
@@ -183,4 +193,7 @@ def tensors_in(*arguments: Any) -> list[torch.Tensor]:
 def trace_settings(session: Session) -> AbstractContextManager[Any]:
     """Return a context with the settings that a forward is traced under."""
     overrides = torch_compat.trace_overrides(shared_layers=session.per_block)
+    if session.call is not None and session.call.is_mixed:
+        # Code that reads `self.training` has a graph for each choice of modules, kept as any other.
+        overrides["recompile_limit"] = _CHOICES_OF_MODULES
     return torch_compat.trace_config(session.symbols, **overrides)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -18,6 +18,7 @@ _BACKENDS = ("inductor", "aot_eager", "eager")
 _KERNELS = ("auto", "triton", "off")
 _EXISTING = ("skip", "replace")
 _LOGITS = ("keep", "drop")
+_SETTLED = ("drop", "leave")
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,11 @@ class Options:
     existing: str
     logits: str
     strict: bool
+    verify: bool
     passes: tuple[Any, ...]
     disable_passes: tuple[str, ...]
     dump_graphs: Path | None
+    sums: dict[str, str] = field(default_factory=dict)
     mode: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
     dynamic: bool | None = None
@@ -48,9 +51,11 @@ def checked_options(
     existing: str = "skip",
     logits: str = "keep",
     strict: bool = True,
+    verify: bool = False,
     passes: Sequence[Any] = (),
     disable_passes: Sequence[str] = (),
     dump_graphs: str | Path | None = None,
+    sums: Mapping[str, str] | None = None,
     **torch_compile_kwargs: Any,
 ) -> Options:
     """Return the keywords of xtrain.compile as Options; its docstring says what each means.
@@ -79,7 +84,7 @@ def checked_options(
     for name in ("mode", "options"):
         if torch_compile_kwargs.get(name) is None:
             torch_compile_kwargs.pop(name, None)
-    _check_of_torch(strict, backend, torch_compile_kwargs)
+    _check_of_torch({"strict": strict, "verify": verify}, backend, torch_compile_kwargs)
     return Options(
         dropout=_probability(model, dropout),
         backend=backend,
@@ -87,9 +92,11 @@ def checked_options(
         existing=existing,
         logits=logits,
         strict=strict,
+        verify=verify,
         passes=tuple(passes),
         disable_passes=tuple(disable_passes),
         dump_graphs=None if dump_graphs is None else Path(dump_graphs),
+        sums=_checked_sums(sums),
         **torch_compile_kwargs,
     )
 
@@ -107,9 +114,26 @@ def _check_passes(passes: Any, disable_passes: Any) -> None:
             raise ValueError(f"pass name {entry.name!r} belongs to xtrain; choose another")
 
 
-def _check_of_torch(strict: Any, backend: str, keywords: dict[str, Any]) -> None:
+def _checked_sums(sums: Any) -> dict[str, str]:
+    """Return what the user says of single sums, by module path or line."""
+    if sums is None:
+        return {}
+    if not isinstance(sums, Mapping):
+        raise TypeError(
+            "sums must map a module path or 'file.py:line' to 'drop' or 'leave', "
+            f"got {type(sums).__name__}"
+        )
+    for place, said in sums.items():
+        if not isinstance(place, str) or not place:
+            raise TypeError(f"sums: a place must be a module path or 'file.py:line', got {place!r}")
+        if said not in _SETTLED:
+            raise ValueError(f"sums[{place!r}] must be one of {', '.join(_SETTLED)}, got {said!r}")
+    return dict(sums)
+
+
+def _check_of_torch(ours: dict[str, Any], backend: str, keywords: dict[str, Any]) -> None:
     """Raise for what torch.compile would take in silence, or refuse in the first step."""
-    for name, value in (("strict", strict), ("fullgraph", keywords.get("fullgraph", False))):
+    for name, value in {**ours, "fullgraph": keywords.get("fullgraph", False)}.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be True or False, got {value!r}")
     if not isinstance(dynamic := keywords.get("dynamic"), bool | None):

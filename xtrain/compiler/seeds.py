@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import sympy
@@ -15,32 +16,49 @@ from xtrain import torch_compat
 from xtrain.compiler.report import Site
 from xtrain.compiler.session import Call, Session, SiteError
 from xtrain.passes.insert_residual_dropout import SEEDS, SiteSlot
+from xtrain.passes.sample_places import sample_places
+from xtrain.passes.switch_dropout import OFF
 from xtrain.passes.values import is_parameter
 from xtrain.rng import site_seed
 
 # The name under which our entry functions hold the model: graphs traced from them say so.
 ENTRY_ROOT = "L['_xtrain_model']"
+log = logging.getLogger("xtrain.passes")
 _LOCAL = re.compile(r"\bL\['(\w+)'\]")
 
 
 class Seeds:
     """Fill the seeds input of one graph at each call: a (seed, offset) pair for each site."""
 
-    def __init__(self, session: Session, module: fx.GraphModule, slots: list[SiteSlot]):
+    def __init__(
+        self,
+        session: Session,
+        module: fx.GraphModule,
+        slots: list[SiteSlot],
+        *,
+        switchable: bool = False,
+    ):
         self.session = session
+        self._switchable = switchable
         self.slots = slots
         nodes = [n for n in module.graph.nodes if n.op == "placeholder"]
         self._index = {node: i for i, node in enumerate(nodes)}
-        self._sizes = _SizeReader(nodes)
+        self._sizes = SizeReader(nodes)
         self._blocks = [self._static_block(slot) for slot in slots]
         # A graph of the whole model is recomputed through the model's forward, which knows its key.
         self.is_whole = is_entry(module) and not session.per_block
         self.num_rows = sum(slot.covered_by == "xtrain" for slot in slots)
         self.device = torch.device("cpu")
+        seeds = None
         for node in nodes:
             if node.target == SEEDS:
-                self.placeholder = node
+                self.placeholder = seeds = node
                 self.device = node.meta["example_value"].device
+        try:
+            self._samples, self._outputs = sample_places(module.graph, seeds)
+        except Exception:  # then nothing shows where the samples are, and a first_sample is refused
+            log.exception("the samples could not be followed through a graph")
+            self._samples, self._outputs = {}, []
 
     def example(self) -> torch.Tensor:
         """Return a tensor of the seeds input's form."""
@@ -50,7 +68,9 @@ class Seeds:
         """Return `compiled` without its last input, which is made here at each call."""
 
         def run(*inputs: Any) -> Any:
-            return compiled(*inputs, self.tensor(inputs))
+            outputs = compiled(*inputs, self.tensor(inputs))
+            self._note_outputs(inputs, outputs)
+            return outputs
 
         return run
 
@@ -60,9 +80,22 @@ class Seeds:
         def run(*inputs: Any) -> Any:
             if self.session.call is not None:
                 self.numbers(self.session.call, inputs)
-            return compiled(*inputs)
+            outputs = compiled(*inputs)
+            self._note_outputs(inputs, outputs)
+            return outputs
 
-        return run if self.slots else compiled
+        return run if self.slots or not self.is_whole else compiled
+
+    def _note_outputs(self, inputs: Sequence[Any], outputs: Any) -> None:
+        """Tell the graphs behind this one where the samples lie in what they are handed."""
+        call = self.session.call
+        if call is None or self.is_whole or not call.key.first_sample:
+            return
+        dims = call.samples.dims(inputs)
+        for output, state in zip(outputs, self._outputs, strict=False):
+            if isinstance(output, torch.Tensor):
+                places = {state.get(source) for source in dims.items()} - {None}
+                call.samples.note(output, places)
 
     def tensor(self, inputs: Sequence[Any]) -> torch.Tensor:
         """Return a fresh seeds tensor: a buffer changed in place would break a second forward."""
@@ -91,39 +124,62 @@ class Seeds:
         """Return the (seed, offset) pairs of this call, flat, and mark the sites as executed."""
         flat: list[int] = []
         key = call.key
+        row = 0
+        dims = call.samples.dims(inputs) if key.first_sample else {}
         for slot, static_block in zip(self.slots, self._blocks, strict=True):
             if not slot.covered_by:
                 continue
             block = static_block or self.session.block or self._block(slot, inputs)
             site = self.session.site(block, call.claim(block, slot.kind), slot.covered_by)
+            home = self.session.home(block, site, self._parameters(slot, inputs))
+            if self._switchable and not home.training:
+                call.switched_off.append(site)
+                if slot.covered_by == "xtrain":
+                    flat += (0, OFF)
+                    row += 1
+                continue
             call.executed.append(site)
             if slot.covered_by == "xtrain":
                 offset = 0
                 if key.first_sample:
-                    offset = key.first_sample * self._per_sample(slot, site, call, inputs)
+                    batch = call.samples.batch(inputs, dims, self._samples.get(row, {}))
+                    offset = key.first_sample * self._per_sample(slot, site, call, inputs, batch)
+                row += 1
                 flat += (
                     site_seed(key.base_seed, key.step, site.layer, site.site),
                     _wrap(offset),
                 )
         return flat
 
-    def _static_block(self, slot: SiteSlot) -> str | None:
-        """The block that the add's own module path names, for graphs traced from our entry.
-
-        In a graph of one block paths begin at the block, and say nothing of which it is.
-        """
-        if self.session.per_block or not slot.path.startswith(ENTRY_ROOT + "."):
-            return None
-        return self.session.blocks.block_of(slot.path.removeprefix(ENTRY_ROOT + "."))
-
-    def _block(self, slot: SiteSlot, inputs: Sequence[Any]) -> str:
-        """The block that owns the branch's parameters: also right where layers share a graph."""
+    def _parameters(self, slot: SiteSlot, inputs: Sequence[Any]) -> Iterator[Any]:
+        """The parameters that a branch multiplies by."""
         for witness in slot.witnesses:
             position = self._index.get(witness)
             if position is not None and position < len(inputs):
-                block = self.session.owner_block(inputs[position])
+                yield inputs[position]
+
+    def _static_block(self, slot: SiteSlot) -> str | None:
+        """The block that module paths name, for graphs traced from our entry.
+
+        Where another block computes the branch than adds it, it is that one's: a block may hand
+        branch and residual on for the next one to add. In a graph of one block paths begin at the
+        block, and say nothing of which it is.
+        """
+        if self.session.per_block:
+            return None
+        for path in (slot.origin, slot.path):
+            if path.startswith(ENTRY_ROOT + "."):
+                block = self.session.blocks.block_of(path.removeprefix(ENTRY_ROOT + "."))
                 if block is not None:
                     return block
+        return None
+
+    def _block(self, slot: SiteSlot, inputs: Sequence[Any]) -> str:
+        """The block that owns the branch's parameters: also right where layers share a graph."""
+        for parameter in self._parameters(slot, inputs):
+            block = self.session.owner_block(parameter)
+            if block is not None:
+                return block
         if slot.path.startswith(ENTRY_ROOT) and not self.session.per_block:
             return slot.path.removeprefix(ENTRY_ROOT).removeprefix(".")
         raise SiteError(
@@ -132,18 +188,32 @@ class Seeds:
             "Compile the whole model without graph breaks."
         )
 
-    def _per_sample(self, slot: SiteSlot, site: Site, call: Call, inputs: Sequence[Any]) -> int:
+    def _per_sample(
+        self, slot: SiteSlot, site: Site, call: Call, inputs: Sequence[Any], batch: int | None
+    ) -> int:
+        """Return how many elements of a site's value are one sample's.
+
+        Raises:   ValueError where nothing shows that they lie one after the other.
+        """
         shape = self._sizes.evaluate(slot.branch_shape, inputs)
-        if shape[0] % call.batch:
+        numel = functools.reduce(lambda a, b: a * b, shape, 1)
+        if not batch or numel % batch:
             raise ValueError(
-                f"site {site.name}: its value has shape {shape}, whose leading size is no multiple "
-                f"of the batch of {call.batch}, so first_sample={call.key.first_sample} names no "
-                "element of it. Use first_sample=0, or a model whose batch dimension is first."
+                f"site {site.name}: its value has shape {shape}, and nothing shows that the samples"
+                f" of a batch of {call.batch} lie in it outermost, in order, each in one piece, so "
+                f"first_sample={call.key.first_sample} names no element of it. Use "
+                "set_step(step, first_sample=0), or a model whose batch dimension stays first from "
+                "an argument on."
             )
-        return functools.reduce(lambda a, b: a * b, shape, 1) // call.batch
+        if call.is_default and batch != call.batch:
+            raise ValueError(
+                f"site {site.name}: its batch holds {batch} samples, and rank x batch was taken "
+                f"with {call.batch}; call set_step(step, first_sample) before each training forward"
+            )
+        return numel // batch
 
 
-class _SizeReader:
+class SizeReader:
     """Evaluate sizes that were symbols at trace time from the inputs of a call."""
 
     def __init__(self, placeholders: Sequence[fx.Node]):
@@ -158,7 +228,22 @@ class _SizeReader:
                         self._where.setdefault(size.node.expr, (position, dim))
 
     def evaluate(self, shape: Sequence[Any], inputs: Sequence[Any]) -> tuple[int, ...]:
+        """Return the sizes that a shape has in a call with these inputs."""
         return tuple(self._size(size, inputs) for size in shape)
+
+    def concrete(self, node: fx.Node, inputs: Sequence[Any]) -> Any:
+        """Return a node's value as described at trace time, its sizes those of a call.
+
+        A tensor without memory; as it was where a size depends on data.
+        """
+        value = node.meta.get("example_value", node.meta.get("val"))
+        if not isinstance(value, torch.Tensor) or is_parameter(node):
+            return value
+        try:
+            shape = self.evaluate(value.shape, inputs)
+        except (KeyError, TypeError):
+            return value
+        return torch.empty(shape, dtype=value.dtype, device="meta")
 
     def _size(self, size: Any, inputs: Sequence[Any]) -> int:
         if not isinstance(size, torch.SymInt):

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from xtrain import torch_compat
 from xtrain.compiler.blocks import Blocks
+from xtrain.compiler.bypasses import Bypasses
 from xtrain.compiler.dynamic_shapes import ShapeWatch
 from xtrain.compiler.options import Options
-from xtrain.compiler.report import Report, Site
+from xtrain.compiler.report import Report, Site, Verification
+from xtrain.compiler.samples import Samples
+from xtrain.compiler.settled import SettledSums
 from xtrain.compiler.step_keys import ReplayLedger, StepKey, StepKeys
+
+if TYPE_CHECKING:
+    from xtrain.compiler.recorder import Recorder
 
 # What to do about an op that a backend cannot trace.
 UNTRACEABLE = (
@@ -31,11 +40,18 @@ class SiteError(RuntimeError):
 
 @dataclass
 class Call:
-    """One training forward in progress: its key, its batch, the sites that have run so far."""
+    """One training forward in progress: its key, its batch, the sites that have run so far.
+
+    batch is what the arguments suggest, for the default first_sample (is_default) and messages.
+    """
 
     key: StepKey
     batch: int
+    samples: Samples
+    is_default: bool = False
+    is_mixed: bool = False  # some modules train and others do not
     executed: list[Site] = field(default_factory=list)
+    switched_off: list[Site] = field(default_factory=list)  # of modules in eval mode
     blocks: set[str] = field(default_factory=set)  # that have run by graphs of their own
     _claims: dict[tuple[str, str], int] = field(default_factory=dict)
 
@@ -59,17 +75,25 @@ class Session:
         # by mode: an evaluation at another size must not make the training graphs dynamic
         self.shapes = {mode: ShapeWatch(options.dynamic) for mode in (True, False)}
         self.symbols: tuple[str, ...] = ()  # sources of ints that layers do not share
+        self.sums = SettledSums(options.sums)
+        self.recorder: Recorder | None = None  # of the forward that runs, where one is wanted
+        self.is_recording_wanted = True
+        self.breaks_at_start = 0  # graph breaks that Dynamo had listed when the forward began
         self.is_replaced = False  # whether another compile_blocks has taken the blocks over
         self.sites: dict[tuple[str, str], Site] = {}
-        self.report = Report()
+        self.report = Report(verification=Verification() if options.verify else None)
+        self.verify_raises = options.strict
+        self.num_forwards = 0
         self.num_breaks_before = len(torch_compat.graph_breaks())
         self.failures: list[str] = []  # of the backend, after which Dynamo leaves code to eager
         self.last_executed: tuple[Site, ...] = ()
         self.ledger: ReplayLedger[torch.Tensor] = ReplayLedger()
         if options.logits == "drop" and (options.kernels == "off" or options.backend == "eager"):
             self.note("logits are kept: kernels='off' and backend='eager' swap no head and loss")
+        self.bypasses = Bypasses(self)
         self._local = threading.local()
         self._owners: dict[int, str | None] = {}
+        self._homes: dict[Site, nn.Module] = {}
 
     @property
     def call(self) -> Call | None:
@@ -82,6 +106,7 @@ class Session:
         if not hasattr(self._local, "stack"):
             self._local.stack = []
         self._local.stack.append(call)
+        self.num_forwards += 1
 
     def pop(self) -> None:
         """Leave the forward that was entered last."""
@@ -131,6 +156,41 @@ class Session:
                 known = self._owners.get(id(candidate), block)
                 self._owners[id(candidate)] = block if known == block else None
         return self._owners.get(key)
+
+    def home(self, block: str, site: Site, parameters: Iterable[torch.Tensor]) -> nn.Module:
+        """Return the module that a site's branch lies in, whose mode is the site's.
+
+        It is the smallest that holds all matrices of the branch that are the block's own.
+        """
+        home = self._homes.get(site)
+        if home is None:
+            wanted = {id(p) for p in parameters if p.ndim >= 2}
+            prefix = f"{block}." if block else ""
+            paths = [
+                name.split(".")[:-1]
+                for name, parameter in self.model.named_parameters(remove_duplicate=False)
+                if id(parameter) in wanted and name.startswith(prefix)
+            ]
+            common = os.path.commonprefix(paths) if paths else block.split(".")
+            home = self._homes[site] = self.model.get_submodule(".".join(common))
+        return home
+
+    def training_mode(self) -> bool | None:
+        """Return whether the model trains, None where some of its modules do and others do not.
+
+        Which modules count is known from the first training forward on: those that sites lie in.
+        """
+        top = self.model.training
+        if not self.options.dropout:
+            return top
+        modules: Iterable[nn.Module] = self._homes.values()
+        if not self._homes:
+            modules = self._holding_matrices
+        return top if all(module.training == top for module in modules) else None
+
+    @functools.cached_property
+    def _holding_matrices(self) -> list[nn.Module]:
+        return [m for m in self.model.modules() if any(p.ndim >= 2 for p in m.parameters())]
 
     def failures_said(self) -> str:
         """Return what a message says of the backend's failures so far, "" if there was none."""

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 import torch
 
 from xtrain import torch_compat
-from xtrain.rng import checked_int
+from xtrain.rng import SEED_RANGE, checked_int
 
 T = TypeVar("T")
 
@@ -26,12 +26,14 @@ class StepKey:
 class StepKeys:
     """Hand out one key per training forward; `set_step` binds exactly the next one.
 
-    seed: the run's base seed; None draws one per forward from torch's default CPU generator, so
-    that torch.manual_seed and a restored generator state reproduce the masks.
+    seed: the run's base seed, in SEED_RANGE; None draws one per forward from torch's default CPU
+    generator, so that torch.manual_seed and a restored generator state reproduce the masks.
     """
 
     def __init__(self, seed: int | None):
         self.seed = None if seed is None else checked_int("seed", seed)
+        if self.seed is not None and not SEED_RANGE[0] <= self.seed <= SEED_RANGE[1]:
+            raise ValueError(f"seed must be from -2^63 to 2^64 - 1, got {self.seed}")
         self._last_step = -1
         self._pending: tuple[int, int] | None = None
 

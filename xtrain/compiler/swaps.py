@@ -12,6 +12,7 @@ from torch import fx
 
 from xtrain import passes, torch_compat
 from xtrain.compiler.session import Session
+from xtrain.compiler.verify import VerifiedGraph
 from xtrain.passes import fx_utils
 from xtrain.passes.fuse_dropout_add_rms_norm import fuse_dropout_add_rms_norm
 from xtrain.passes.normalise import normalise
@@ -84,6 +85,7 @@ def compile_swapped(
     num_before: int,
     compile_graph: Callable[[fx.GraphModule, list[Any]], Callable[..., Any]],
     results: list[passes.PassResult],
+    verify: bool,
 ) -> Callable[..., Any]:
     """Compile a graph with the passes of the normalised graph run on a copy.
 
@@ -92,13 +94,23 @@ def compile_swapped(
 
     Args:     num_before: passes that ran on this graph before, for the numbering.
               results: what receives a PassResult a pass, if they served.
+              verify: hold the first step against the graph without them.
     """
     if not to_run:
         return compile_graph(module, inputs)
     has_theirs = any(p.name not in passes.PASSES for p in to_run)
     try:
         copy = fx_utils.clone_graph(module)
-        found = passes.run_passes(copy, to_run, dump_dir=dump_dir, num_before=num_before)
+        found: list[passes.PassResult] = []
+        stages = []
+        for number, entry in enumerate(to_run):
+            place = num_before + number
+            left = len(to_run) - number - 1
+            found += passes.run_passes(
+                copy, [entry], dump_dir=dump_dir, num_before=place, num_behind=left
+            )
+            if verify:
+                stages.append((entry.name, fx_utils.clone_graph(copy)))
         compiled = compile_graph(copy, inputs)
     except Exception as error:
         blamed = getattr(error, "pass_name", "")
@@ -111,4 +123,12 @@ def compile_swapped(
         session.note(f"no kernels are swapped in: {reason}")
         return compiled
     results += found
+    if verify and any(r.num_replaced for r in found if r.name in passes.PASSES):
+        return VerifiedGraph(
+            session,
+            compiled,
+            lambda other: compile_graph(fx_utils.clone_graph(other), inputs),
+            module,
+            stages,
+        )
     return compiled

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xtrain.data.errors import DataError
+from xtrain.strict_read import json_value
 
 FORMAT_VERSION = 1  # part of every key: raise it when the same content must give other ids
 _MAGIC = "xtrain-tokens"
@@ -138,10 +139,10 @@ def _header(meta: dict[str, Any]) -> bytes:
 def _parse_header(header: bytes) -> dict[str, Any]:
     """Return the fields of a header, or none when it is not intact."""
     try:
-        line = json.loads(header)
+        line = json_value(header)
         if line["crc32"] != zlib.crc32(line["meta"].encode()):
             return {}
-        meta = json.loads(line["meta"])
+        meta = json_value(line["meta"].encode())
     except (ValueError, TypeError, KeyError, AttributeError):
         return {}
     return meta if meta.get("magic") == _MAGIC else {}

@@ -19,6 +19,17 @@ def one_line(error: BaseException) -> str:
 
 
 @contextmanager
+def tokenizer_errors(what: str) -> Iterator[None]:
+    """Turn what the tokenizers package raises, a panic of its Rust included, into a DataError."""
+    try:
+        yield
+    except BaseException as error:  # a panic is no Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise DataError(f"{what} ({one_line(error)})") from None
+
+
+@contextmanager
 def os_errors_as_data_errors(path: str | Path) -> Iterator[None]:
     """Turn an OSError about path into a DataError that names it."""
     try:

@@ -20,7 +20,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from xtrain.data.errors import DataError, one_line, open_binary
+from xtrain.data.errors import DataError, os_errors_as_data_errors, tokenizer_errors
+from xtrain.strict_read import file_bytes, is_object, json_file, json_value, shown
 
 END_OF_TEXT = "<|endoftext|>"
 MIN_BPE_SIZE = 257  # every byte, and END_OF_TEXT
@@ -127,11 +128,14 @@ class JsonTokenizer:
     def encode(self, text: str) -> list[int]:
         """Return the ids of text, without the specials that a post-processor would add."""
         _check_surrogates(text)
-        return self.backend.encode(text, add_special_tokens=False).ids
+        return next(self.encode_batch([text]))
 
     def encode_batch(self, texts: Sequence[str]) -> Iterator[list[int]]:
         """Yield the ids of each text; the package spreads them over the cores."""
-        for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False):
+        text = f"{shown(texts[0])}{' and others' if len(texts) > 1 else ''}" if texts else ""
+        with tokenizer_errors(f"{self.name} cannot encode {text}"):  # a word, without [UNK], say
+            encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
+        for encoding in encodings:
             yield encoding.ids
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -209,24 +213,24 @@ def _load_file(spec: str) -> Tokenizer:
         path = path / "tokenizer.json"
     if not path.exists():
         raise DataError(f"no tokenizer file {path}; a tokenizer is {_NAMES}")
-    with open_binary(path) as file:
-        data = file.read()
-    try:
+    with os_errors_as_data_errors(path):
+        data = file_bytes(path)
+    with tokenizer_errors(f"{path} is not a tokenizer.json"):
         text = data.decode("utf-8")
-        parsed = json.loads(text)
+        parsed = json_value(data)
+        if not is_object(parsed):
+            raise ValueError("it holds no object")
         if set(parsed) == {"xtrain_ids"}:
             return load_tokenizer(f"ids:{parsed['xtrain_ids']}")
         if _is_byte_tokenizer(parsed):
             return ByteTokenizer()
         return JsonTokenizer(spec, text, _configured_eos(path))
-    except Exception as error:  # the package raises bare Exception for a file that it cannot read
-        raise DataError(f"{path} is not a tokenizer.json ({one_line(error)})") from None
 
 
 def _configured_eos(path: Path) -> str | None:
     """Return eos_token of the tokenizer_config.json beside a tokenizer.json, if it names one."""
     try:
-        config = json.loads(path.with_name("tokenizer_config.json").read_text(encoding="utf-8"))
+        config = json_file(path.with_name("tokenizer_config.json"))
         eos = config.get("eos_token")
     except (OSError, ValueError, AttributeError):
         return None

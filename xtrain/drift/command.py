@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from xtrain.command_line import INTERRUPTED, Parser, limit_spinning
+from xtrain.command_line import Parser, exit_codes, limit_spinning, show
 from xtrain.drift import bisect_command, ops_command
-from xtrain.drift.errors import BAD_INPUT, INTERNAL, DriftError, missing_package
-from xtrain.drift.output import deliver, show, write_text
+from xtrain.drift.errors import BAD_INPUT, DriftError, missing_package
+from xtrain.drift.output import deliver, write_text
 from xtrain.drift.signals import Terminated, termination_raises
 
 SIGNALLED = 128  # plus the signal's number: as a shell reports it
@@ -188,23 +187,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     1, 2 and 3 are verdicts, so that no failure may end with Python's own 1.
     """
-    try:
+    with exit_codes(usage=BAD_INPUT, failure=BAD_INPUT) as status:
         args = build_parser().parse_args(arguments)
-        with termination_raises():
-            return _run(args)
-    except DriftError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return BAD_INPUT
-    except OSError as error:  # what may not be read, or whose name is no name
-        print(f"error: cannot read {error.filename}: {error.strerror}", file=sys.stderr)
-        return BAD_INPUT
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return INTERRUPTED
-    except Terminated as error:
-        print(error, file=sys.stderr)
-        return SIGNALLED + error.number
-    except Exception as error:
-        traceback.print_exc()
-        print(f"internal error: {type(error).__name__}: {error}", file=sys.stderr)
-        return INTERNAL
+        try:
+            with termination_raises():
+                status.code = _run(args)
+        except Terminated as error:
+            print(error, file=sys.stderr)
+            status.code = SIGNALLED + error.number
+    return status.code

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-BAD_INPUT, INTERNAL = 5, 70  # exit codes that are no verdict
+BAD_INPUT = 5  # an exit code that is no verdict
 
 
 class DriftError(ValueError):

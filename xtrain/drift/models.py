@@ -6,7 +6,6 @@ the instruction set, and two records must start from equal bits.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch import nn
 
 from xtrain.drift.errors import DriftError
 from xtrain.drift.weights import checkpoint_hash, hash_weights, header_sizes
+from xtrain.strict_read import file_bytes, json_value, why
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -218,13 +218,13 @@ def draw_tokens(count: int, length: int, vocab_size: int, seed: int) -> np.ndarr
 
 def _from_file(path: Path, subject: Subject) -> list[dict[str, Any]]:
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise DriftError(f"cannot read the prompts {path}: {reason}") from None
+        data = file_bytes(path, pipe=True)
+        text = data.decode("utf-8")
+    except (OSError, ValueError) as error:
+        raise DriftError(f"cannot read the prompts {path}: {why(error)}") from None
     if path.suffix == ".json":
         try:
-            lists = json.loads(text)
+            lists = json_value(data)
             if not isinstance(lists, list) or not all(isinstance(ids, list) for ids in lists):
                 raise ValueError("it holds something else")
             found: list[dict[str, Any]] = [{"tokens": list(ids), "text": None} for ids in lists]

@@ -11,10 +11,11 @@ from typing import Any
 
 from tabulate import tabulate
 
+from xtrain.command_line import show
 from xtrain.drift.errors import DriftError
 from xtrain.drift.factors import Factor, parse_all, run_child
 from xtrain.drift.flag_use import check_factors, fill
-from xtrain.drift.output import deliver, show
+from xtrain.drift.output import deliver
 
 DEFAULTS = {"dtype": "fp32", "device": "cpu", "threads": 1}
 SAME, DIFFERENT, ABSENT = ".", "#", " "

@@ -1,14 +1,13 @@
-"""Where results go: stdout and files. What the reader or the disk does is no internal error."""
+"""Where results go: stdout and files. What the disk does is no internal error."""
 
 from __future__ import annotations
 
 import json
-import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from xtrain.command_line import show
 from xtrain.drift.errors import DriftError
 
 
@@ -32,20 +31,3 @@ def write_text(path: str, text: str) -> None:
         Path(path).write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise DriftError(f"cannot write {path}: {error.strerror}") from None
-
-
-def show(text: str) -> None:
-    """Write to stdout. A reader that has left, such as head, changes no verdict.
-
-    Raises: DriftError for a stdout that takes nothing.
-    """
-    encoding = sys.stdout.encoding or "utf-8"
-    try:
-        # a prompt may hold what a terminal's encoding, or any encoding, has not
-        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
-        sys.stdout.flush()
-    except OSError as error:
-        # what is left in the buffer would fail once more when Python ends, with its own exit code
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):
-            raise DriftError(f"cannot write to stdout: {error.strerror}") from None

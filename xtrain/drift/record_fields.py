@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from xtrain import strict_read
 from xtrain.drift import flag_values
 from xtrain.drift.errors import DriftError
 from xtrain.drift.values import DTYPES, NUM_SAMPLES
+from xtrain.strict_read import Check, is_count, is_text, shown
+from xtrain.strict_read import is_object as _is_dict
 
 FORMAT = "xtrain.drift"
 VERSION = 2  # raised when an older reader could not read a newer record
@@ -23,18 +26,6 @@ READABLE = (1, 2)  # 1 has no operands and keeps no small result whole
 INPUT, UNKNOWN, FIRST_WEIGHT = -1, -2, -3
 MODES = (*flag_values.MODES, "unobserved")
 NOT_FINITE = ("nan", "inf", "-inf")  # how numbers that JSON has not are written
-
-Check = Callable[[Any], bool]
-
-
-def is_text(value: Any) -> bool:
-    """Return whether a value is a string."""
-    return isinstance(value, str)
-
-
-def is_count(value: Any) -> bool:
-    """Return whether a value is a number of something; none in memory passes 2^63."""
-    return type(value) is int and 0 <= value < 1 << 63
 
 
 def is_number(value: Any) -> bool:
@@ -71,10 +62,6 @@ def one_of(values: Sequence[Any]) -> Check:
 
 def _is_bool(value: Any) -> bool:
     return isinstance(value, bool)
-
-
-def _is_dict(value: Any) -> bool:
-    return isinstance(value, dict)
 
 
 def _is_hash(value: Any) -> bool:
@@ -164,6 +151,16 @@ STEP: dict[str, Check] = {
 }
 
 
+def read_json(path: Path) -> Any:
+    """Return what a file holds. Raises: DriftError, naming the file, for one that is no JSON."""
+    try:
+        return strict_read.json_file(path)
+    except OSError as error:
+        raise DriftError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise damaged(path, str(error)) from None
+
+
 def check_record(contents: Any, path: Path) -> None:
     """Raise DriftError, naming the field, unless record.json has its form."""
     check_fields(contents, RECORD, path)
@@ -232,13 +229,10 @@ def _check_positions(step: Mapping[str, Any], top_k: int, path: Path, where: str
 
 def check_fields(value: Any, fields: Mapping[str, Check], path: Path, prefix: str = "") -> None:
     """Raise DriftError, naming the field, unless value is an object whose fields pass."""
-    if not isinstance(value, dict):
-        raise wrong(path, prefix.rstrip(".") or "the whole", value)
-    for name, check in fields.items():
-        if name not in value:
-            raise damaged(path, f"{prefix}{name} is missing")
-        if not check(value[name]):
-            raise wrong(path, prefix + name, value[name])
+    try:
+        strict_read.check_fields(value, fields, prefix)
+    except ValueError as error:
+        raise damaged(path, str(error)) from None
 
 
 def _check_optional(value: Mapping[str, Any], name: str, path: Path, prefix: str) -> None:
@@ -248,8 +242,7 @@ def _check_optional(value: Mapping[str, Any], name: str, path: Path, prefix: str
 
 def wrong(path: Path, name: str, value: Any) -> DriftError:
     """Return the error for a field that cannot have its value."""
-    shown = repr(value)
-    return damaged(path, f"{name} is {shown if len(shown) <= 40 else f'{shown[:37]}...'}")
+    return damaged(path, f"{name} is {shown(value)}")
 
 
 def damaged(path: Path, what: str) -> DriftError:

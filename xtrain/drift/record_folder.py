@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from xtrain.drift import strict_json
 from xtrain.drift.errors import DriftError
 from xtrain.drift.record_arrays import COLUMNS, MAX_DIMS, check_arrays, check_contents
 from xtrain.drift.record_fields import (
@@ -39,6 +38,7 @@ from xtrain.drift.record_fields import (
     check_formulas,
     check_record,
     damaged,
+    read_json,
 )
 from xtrain.drift.storage import TensorFile, TensorWriter, file_hash, write_json, writing
 from xtrain.drift.temporary import TemporaryFolder
@@ -282,7 +282,7 @@ class Case:
     @cached_property
     def _contents(self) -> dict[str, Any]:
         path = self.record.path / f"case_{self.number:04d}.json"
-        contents = strict_json.load(path)
+        contents = read_json(path)
         check_case(contents, path, self.record.contents, self.number)
         return contents
 
@@ -326,7 +326,7 @@ class Record:
             self.files = _check(self.path)
         except OSError as error:
             raise DriftError(f"cannot read {error.filename or path}: {error.strerror}") from None
-        self.contents = strict_json.load(self.path / "record.json")
+        self.contents = read_json(self.path / "record.json")
         check_record(self.contents, self.path / "record.json")
         self.environment: dict[str, Any] = self.contents["environment"]
         self.model: dict[str, Any] = self.contents["model"]
@@ -399,7 +399,7 @@ def _check(path: Path) -> dict[str, Any]:
         raise DriftError(f"there is no record {path}; `xtrain.drift record --out` makes one")
     if not (path / "manifest.json").is_file():
         raise DriftError(f"{path} is no complete record: manifest.json is missing")
-    manifest = strict_json.load(path / "manifest.json")
+    manifest = read_json(path / "manifest.json")
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise DriftError(f"{path} is no record: manifest.json is not of format {FORMAT}")
     if manifest.get("version") not in READABLE:

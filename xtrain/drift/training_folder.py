@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from xtrain.drift import strict_json
 from xtrain.drift.align import align
 from xtrain.drift.errors import DriftError
 from xtrain.drift.record_fields import (
@@ -28,6 +27,7 @@ from xtrain.drift.record_fields import (
     is_text,
     listed,
     one_of,
+    read_json,
 )
 from xtrain.drift.record_folder import OpKey
 
@@ -262,7 +262,7 @@ def _read_step(folder: Path, step: int, rank: int) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    contents = strict_json.load(path)
+    contents = read_json(path)
     if not isinstance(contents, dict) or "xxh3_128" not in contents:
         raise damaged(path, "it has no checksum")
     expected = contents.pop("xxh3_128")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from xtrain.explain.capture import Explanation, GraphRecord
@@ -37,6 +38,7 @@ def as_json(explanation: Explanation) -> dict[str, Any]:
         "uncovered": report.uncovered,
         "unseeded": report.unseeded,
         "notes": report.notes,
+        "verification": None if report.verification is None else asdict(report.verification),
         "graph_breaks": [
             {"place": place, "reason": reason} for place, reason in explanation.graph_breaks
         ],

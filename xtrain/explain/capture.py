@@ -29,6 +29,16 @@ from xtrain.passes.insert_residual_dropout import InsertResult
 from xtrain.passes.residual_sites import find_residual_sites
 from xtrain.passes.spell_out_sums import spell_out_sums
 
+DEFAULTS = {
+    "dropout": 0.1,
+    "existing": "skip",
+    "kernels": "auto",
+    "logits": "keep",
+    "dtype": "fp32",
+    "disable_passes": (),
+    "backend": "aot_eager",  # inductor's passes and graph, without its code
+}
+
 
 @dataclass
 class SiteMark:
@@ -67,7 +77,10 @@ class GraphRecord:
 
 @dataclass
 class Explanation:
-    """What one training forward showed. `refusal` is what strict mode raises, "" if nothing."""
+    """What one training forward showed. `refusal` is what strict mode raises, "" if nothing.
+
+    What `verify` found stands in the report; a failure of it is not raised here.
+    """
 
     subject: Subject
     options: dict[str, Any]
@@ -77,21 +90,21 @@ class Explanation:
     refusal: str = ""
 
 
-def explain(
-    subject: Subject, *, dtype: str = "fp32", passes: Sequence[Any] = (), **options: Any
-) -> Explanation:
+def explain(subject: Subject, *, passes: Sequence[Any] = (), **options: Any) -> Explanation:
     """Compile and run one training forward of a model; strict mode's refusal does not end it.
 
-    Args:     dtype: "fp32", or "bf16" for a forward under autocast.
-              passes, options: as for xtrain.compile; backend "aot_eager", seed 0.
+    Args:     passes, options: as for xtrain.compile, seed 0, and dtype: "bf16" for a forward under
+              autocast. What is not given is as the subject trains, else dropout 0.1, backend
+              "aot_eager", dtype "fp32". With verify the backward runs as well.
     Raises:   ExplainError if no residual site is found or the model's own forward fails.
     """
+    options = {**DEFAULTS, **subject.options, **options}
     try:
-        found = _run(subject, dtype, passes, {**options, "strict": True})
+        found = _run(subject, passes, {**options, "strict": True})
     except SiteError as error:
-        found = _run(subject, dtype, passes, {**options, "strict": False})
+        found = _run(subject, passes, {**options, "strict": False})
         found.refusal = str(error)
-    if not found.report.sites and not found.report.uncovered:
+    if options["dropout"] and not found.report.sites and not found.report.uncovered:
         breaks = [f"{short_place(place)}: {first_line(why)}" for place, why in found.graph_breaks]
         raise ExplainError(
             f"no residual sites in {subject.title}: no branch with a projection is added back onto "
@@ -105,24 +118,28 @@ def explain(
     return found
 
 
-def _run(subject: Subject, dtype: str, passes: Sequence[Any], options: dict[str, Any]) -> Any:
+def _run(subject: Subject, passes: Sequence[Any], options: dict[str, Any]) -> Any:
     model = subject.model.train()
+    keywords = {name: value for name, value in options.items() if name != "dtype"}
     try:
-        compiled = xtrain.compile(model, seed=0, backend="aot_eager", passes=passes, **options)
+        compiled = xtrain.compile(model, seed=0, passes=passes, **keywords)
     except (TypeError, ValueError) as error:  # what --disable-pass or --pass names
         raise ExplainError(str(error)) from None
+    compiled._session.verify_raises = False
     backend = _WatchedBackend(compiled._session)
     entry = torch.compile(
-        torch_compat.fresh_entry(entries.call_module, "xtrain_explain"), backend=backend
+        torch_compat.fresh_entry(entries.call_module, "xtrain_explain", model), backend=backend
     )
     compiled._entries = {True: functools.partial(entry, model), False: model}
     breaks = len(torch_compat.graph_breaks())
     autocast = (
-        torch.autocast("cpu", torch.bfloat16) if dtype == "bf16" else contextlib.nullcontext()
+        torch.autocast("cpu", torch.bfloat16)
+        if options["dtype"] == "bf16"
+        else contextlib.nullcontext()
     )
     with autocast:
         try:
-            compiled(*subject.args, **subject.kwargs)
+            outputs = compiled(*subject.args, **subject.kwargs)
         except SiteError:
             raise
         except graph_passes.PassError as error:
@@ -130,16 +147,31 @@ def _run(subject: Subject, dtype: str, passes: Sequence[Any], options: dict[str,
         except Exception as error:
             _check_runs_alone(subject, model, error)
             raise
+    if options.get("verify"):
+        _run_backward(outputs)
     if not backend.graphs:
         raise ExplainError(f"Dynamo traced no graph of {subject.title}: is it compiled already?")
     report = compiled.report()
     return Explanation(
         subject,
-        {**options, "dtype": dtype},
+        options,
         report,
         backend.graphs,
         torch_compat.graph_breaks()[breaks:],
     )
+
+
+def _run_backward(outputs: Any) -> None:
+    """Run the backward of a forward: of its loss, of what it returns where there is none."""
+    ends = [x for x in entries.tensors_in(outputs) if x.requires_grad]
+    losses = [x for x in ends if x.ndim == 0]
+    generator = torch.Generator().manual_seed(0)
+    gradients = [
+        torch.ones_like(x) if losses else torch.randn(x.shape, generator=generator).to(x.dtype)
+        for x in losses or ends
+    ]
+    if gradients:
+        torch.autograd.backward(losses or ends, gradients)
 
 
 def first_line(reason: str) -> str:
@@ -171,18 +203,21 @@ class _WatchedBackend(Backend):
         self.graphs: list[GraphRecord] = []
         self._paths = {id(p): name for name, p in session.model.named_parameters()}
         self._frame = ("", "")
+        self._is_tracing = False
         self._watching_ms: list[tuple[graph_passes.PassResult, float]] = []
 
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         self._frame = self._frame_path(module, example_inputs)
         record = GraphRecord(self._snapshot(module))
         self.graphs.append(record)
+        self._is_tracing = True
         try:
             compiled = super().__call__(module, example_inputs)
         except BaseException:
             self.graphs.remove(record)  # Dynamo may call again with another trace
             raise
         self._finish(record)
+        self._is_tracing = False
 
         def run(*inputs: Any) -> Any:
             call = self.session.call
@@ -225,7 +260,8 @@ class _WatchedBackend(Backend):
 
     def _compile(self, *args: Any, **kwargs: Any) -> Callable[..., Any]:
         module = next(a for a in args if isinstance(a, fx.GraphModule))
-        self.graphs[-1].after = self._snapshot(module)
+        if self._is_tracing:  # else verify= looks for what is wrong in another form of a graph
+            self.graphs[-1].after = self._snapshot(module)
         return super()._compile(*args, **kwargs)
 
     def _finish(self, record: GraphRecord) -> None:

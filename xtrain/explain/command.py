@@ -5,31 +5,34 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import math
 import os
-import sys
-import tomllib
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from xtrain.command_line import Parser, exit_codes, limit_spinning
+from xtrain.command_line import FAILURE, Parser, exit_codes, limit_spinning, show
 from xtrain.config import PRESETS
 from xtrain.explain.errors import ExplainError, kind_of
+from xtrain.strict_read import toml_value
 
 EXAMPLES = """\
 examples:
-  python -m xtrain.explain small                                 a preset of ours
+  python -m xtrain.explain small                                 a preset, called as in training
+  python -m xtrain.explain runs/small                            a run, with its own settings
   python -m xtrain.explain path/to/llama --html page.html        a folder with a HF config.json
   python -m xtrain.explain path/to/llama --layers 2 --hidden 64 --dtype bf16
   python -m xtrain.explain my_models:build --existing replace    a function that returns a model,
                                                                  or (model, inputs)
 
 Weights are drawn, not loaded. The site table is that of CompiledModel.report(); "left alone" says
-why a match was not swapped. Exit codes: 0, 1 the compile fails, 2 a wrong flag or model.
+why a match was not swapped. Exit codes: 0, 1 the compile or --verify fails, 2 a wrong flag or
+model, 70 a fault of xtrain's.
 """
+
+
+GIVEN = ("dropout", "existing", "kernels", "logits", "dtype", "dump_graphs")  # if they are
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -40,14 +43,17 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
     )
     add = parser.add_argument
-    add("model", metavar="MODEL", help=f"{', '.join(PRESETS)}, a HF config folder, module:function")
-    add("--dropout", type=float, default=0.1, metavar="P", help="in (0, 1] [0.1]")
     add(
-        "--existing", choices=("skip", "replace"), default="skip", help="model's own dropout [skip]"
+        "model",
+        metavar="MODEL",
+        help=f"{', '.join(PRESETS)}, a run, a HF config folder, module:function",
     )
-    add("--kernels", choices=("auto", "triton", "off"), default="auto", help="swaps [auto]")
-    add("--logits", choices=("keep", "drop"), default="keep", help="in training [keep]")
-    add("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16: under autocast [fp32]")
+    # None: as the model trains, else the default of xtrain.compile
+    add("--dropout", type=float, metavar="P", help="in (0, 1] [the run's or preset's, else 0.1]")
+    add("--existing", choices=("skip", "replace"), help="model's own dropout [skip]")
+    add("--kernels", choices=("auto", "triton", "off"), help="swaps [the run's, else auto]")
+    add("--logits", choices=("keep", "drop"), help="in training [presets, runs: none; else keep]")
+    add("--dtype", choices=("fp32", "bf16"), help="bf16: under autocast [the run's, else fp32]")
     add("--batch", type=_positive, default=2, metavar="B", help="samples of the forward [2]")
     add("--seq", type=_positive, default=16, metavar="T", help="tokens of a sample [16]")
     add("--layers", type=_positive, metavar="N", help="fewer layers [all; 2 if the model is large]")
@@ -61,6 +67,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--pass", action="append", default=[], metavar="M:F", help="a graph pass of yours, run too")
     add("--disable-pass", action="append", default=[], metavar="NAME", help="leave a pass out")
+    add(
+        "--verify",
+        action="store_true",
+        help="run the backward too, and hold both against the graph without swaps",
+    )
     add("--graph", action="store_true", help="print all of the graph, not one block of each kind")
     add("--html", metavar="FILE", help="write one self-contained page, graphs side by side")
     add("--json", metavar="FILE", help="write everything; -: to stdout, instead of the text")
@@ -70,8 +81,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Read the command line, explain the model, write what was asked for; return the exit code."""
-    args = build_parser().parse_args(arguments)
     with exit_codes() as status:
+        args = build_parser().parse_args(arguments)
         changes = dict(_assignment(text) for text in args.set)
         _check(args)
         limit_spinning()
@@ -88,18 +99,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 batch=args.batch,
                 seq=args.seq,
             )
-            found = explain(
-                subject,
-                dtype=args.dtype,
-                passes=passes,
-                dropout=args.dropout,
-                existing=args.existing,
-                kernels=args.kernels,
-                logits=args.logits,
-                disable_passes=args.disable_pass,
-                dump_graphs=args.dump_graphs,
-            )
+            if args.logits is not None:
+                subject.kwargs.pop("return_logits", None)
+            given = {name: getattr(args, name) for name in GIVEN}
+            given["disable_passes"] = args.disable_pass or None
+            given = {name: value for name, value in given.items() if value is not None}
+            found = explain(subject, passes=passes, verify=args.verify, **given)
             _write(found, args)
+            if found.report.verification is not None and found.report.verification.failures:
+                status.code = FAILURE
     return status.code
 
 
@@ -137,12 +145,12 @@ def _write(found: Any, args: argparse.Namespace) -> None:
 
         text = json.dumps(as_json(found), indent=1) + "\n"
         if args.json == "-":
-            sys.stdout.write(text)
+            show(text)
             return
         _write_file(args.json, text)
     from xtrain.explain.text import as_text
 
-    sys.stdout.write(as_text(found, whole_graph=args.graph))
+    show(as_text(found, whole_graph=args.graph))
 
 
 def _write_file(name: str, text: str) -> None:
@@ -155,8 +163,10 @@ def _write_file(name: str, text: str) -> None:
 def _check(args: argparse.Namespace) -> None:
     """Refuse wrong values before torch is imported."""
     kind_of(args.model)
-    if math.isnan(args.dropout) or not 0 < args.dropout <= 1:
+    if args.dropout is not None and not 0 < args.dropout <= 1:  # nan neither
         raise ExplainError(f"--dropout must be in (0, 1], got {args.dropout:g}")
+    if args.dump_graphs:
+        Path(args.dump_graphs).mkdir(parents=True, exist_ok=True)
     for flag, name in (("--html", args.html), ("--json", args.json)):
         if name not in (None, "-") and not Path(name).absolute().parent.is_dir():
             raise ExplainError(f"{flag}: there is no folder {Path(name).parent}")
@@ -173,7 +183,4 @@ def _assignment(text: str) -> tuple[str, Any]:
     name, equals, value = (part.strip() for part in text.partition("="))
     if not equals or not name:
         raise ExplainError(f"--set takes key=value, got {text!r}")
-    try:
-        return name, tomllib.loads(f"value = {value}")["value"]
-    except (tomllib.TOMLDecodeError, KeyError):
-        return name, value  # text without quotes
+    return name, toml_value(value)

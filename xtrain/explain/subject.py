@@ -13,8 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from xtrain.explain.errors import ExplainError, kind_of
+from xtrain.config import RunConfig
+from xtrain.explain.errors import ExplainError, kind_of, run_path
 from xtrain.explain.shrink import num_layers, shrink_hugging_face, shrunk_preset
+from xtrain.metrics import check_fits
+from xtrain.model import PRESETS as SHAPES
+from xtrain.model import Config, Transformer
 
 # Above this many parameters a model is built with two layers, unless --layers says otherwise: what
 # repeats in every layer is seen in two, and memory and compile time stay small.
@@ -25,8 +29,9 @@ REFUSED_PARAMETERS = 2_000_000_000  # 8 GB
 
 @dataclass
 class Subject:
-    """A model and one training forward of it. `title` names it, `facts` say how it
-    was built, `advice` what to change if the forward fails."""
+    """A model and one training forward of it. `title` names it, `facts` say how it was built,
+    `options` with which keywords of `explain` it trains, `advice` what to change if the forward
+    fails."""
 
     model: nn.Module
     args: tuple[Any, ...]
@@ -34,6 +39,7 @@ class Subject:
     title: str
     advice: str = ""
     facts: list[str] = field(default_factory=list)
+    options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def num_parameters(self) -> int:
@@ -52,7 +58,8 @@ def load(
 ) -> Subject:
     """Build what MODEL names; its weights are drawn, not loaded.
 
-    Args:     name: a preset, a folder with a Hugging Face config.json, or module:function.
+    Args:     name: a preset, a run (a name in runs/ or a path), a folder with a Hugging Face
+              config.json, or module:function.
               layers, hidden: build it with fewer layers, narrower.
               changes: other fields of its configuration.
               batch, seq: of the inputs, where the function gives none.
@@ -61,7 +68,9 @@ def load(
     changes = changes or {}
     kind = kind_of(name)
     if kind == "preset":
-        return _preset(name, layers, hidden, changes, batch, seq)
+        return _ours(SHAPES[name], f"preset {name}", layers, hidden, changes, batch, seq)
+    if kind == "run":
+        return _run(name, layers, hidden, changes, batch, seq)
     if kind == "folder":
         return _hugging_face(Path(name), layers, hidden, changes, batch, seq)
     if layers or hidden or changes:
@@ -69,23 +78,60 @@ def load(
     return _from_function(name, batch, seq)
 
 
-def _preset(
+def _run(
     name: str, layers: int | None, hidden: int | None, changes: dict[str, Any], batch: int, seq: int
 ) -> Subject:
-    from xtrain.model import PRESETS as SHAPES
-    from xtrain.model import Config, Transformer
+    """The model of a run, with the keywords of xtrain.compile that its trainer uses."""
+    path = run_path(name)
+    assert path is not None
+    config = RunConfig.load(path / "config.toml")
+    values = config.to_dict()["model"]
+    preset = values.pop("preset")
+    if preset in SHAPES:  # a config.toml that was written by hand may leave fields to it
+        values = {**SHAPES[preset], **values}
+    subject = _ours(values, f"run {path}", layers, hidden, changes, batch, seq)
+    if not config.run.compile:
+        subject.facts.append("trained without --compile: ops are not swapped")
+    subject.options |= {
+        "dropout": subject.model.config.dropout,  # type: ignore[union-attr]
+        "kernels": config.run.kernels,
+        "disable_passes": config.run.disable_passes,
+        "backend": "aot_eager" if config.run.compile else "eager",
+        "dtype": "bf16" if config.run.dtype == "bf16" else "fp32",
+    }
+    return subject
 
+
+def _ours(
+    values: dict[str, Any],
+    title: str,
+    layers: int | None,
+    hidden: int | None,
+    changes: dict[str, Any],
+    batch: int,
+    seq: int,
+) -> Subject:
+    """A Transformer called as the trainer calls it: without logits."""
     facts = []
     try:
-        values = {**shrunk_preset(SHAPES[name], layers=layers, hidden=hidden), **changes}
+        values = {**shrunk_preset(values, layers=layers, hidden=hidden), **changes}
         if layers is None and Config.from_dict(values).num_parameters() > MAX_PARAMETERS:
             facts.append(f"{DEFAULT_LAYERS} of {values['n_layers']} layers (--layers builds more)")
             values["n_layers"] = DEFAULT_LAYERS
         config = Config.from_dict(values)
     except ValueError as error:
-        raise ExplainError(f"preset {name}: {error}") from None
-    tokens = _tokens(config.vocab_size, batch, min(seq, config.max_seq_len))
-    return Subject(Transformer(config), (tokens, tokens.clone()), {}, f"preset {name}", "", facts)
+        raise ExplainError(f"{title}: {error}") from None
+    seq = min(seq, config.max_seq_len)
+    count = config.num_parameters()
+    tables = 4 * config.max_seq_len * config.head_dim
+    check_fits(8 * count + tables, f"{title}: {count:,} parameters with their gradients", "cpu")
+    check_fits(4 * batch * seq * config.dim, f"{title}: --batch {batch}, --seq {seq}", "cpu")
+    tokens = _tokens(config.vocab_size, batch, seq)
+    subject = Subject(Transformer(config), (tokens, tokens.clone()), {}, title, "", facts)
+    subject.kwargs["return_logits"] = False
+    if config.dropout:
+        subject.options["dropout"] = config.dropout
+    return subject
 
 
 def _hugging_face(
@@ -206,7 +252,7 @@ def _from_function(name: str, batch: int, seq: int) -> Subject:
     if not isinstance(result, nn.Module):
         try:
             result = result()
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a script's main ends so
             raise ExplainError(f"{name}() fails: {_reason(error)}") from None
     model, inputs = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not isinstance(model, nn.Module):
@@ -228,7 +274,7 @@ def imported(name: str) -> Any:
         sys.path.insert(0, str(Path.cwd()))
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # whatever the module does when it is imported
+    except (Exception, SystemExit) as error:  # whatever the module does when it is imported
         raise ExplainError(f"cannot import {module_name!r}: {_reason(error)}") from None
     found = module
     for part in attribute.split("."):
@@ -261,5 +307,5 @@ def _tokens(vocab_size: int, batch: int, seq: int) -> torch.Tensor:
     return torch.randint(vocab_size, (batch, seq), generator=generator)
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -46,13 +46,17 @@ def headline(explanation: Explanation) -> str:
     subject, options = explanation.subject, explanation.options
     facts = [f"{subject.num_parameters / 1e6:.3g} M parameters", *subject.facts]
     bound = inspect.signature(subject.model.forward).bind(*subject.args, **subject.kwargs)
-    given = ", ".join(f"{n} {value_text(v)}".strip() for n, v in bound.arguments.items())
+    given = ", ".join(f"{n} {_argument(v)}".strip() for n, v in bound.arguments.items())
     chosen = ", ".join(f"{name} {options[name]}" for name in OPTIONS if name in options)
-    how = f"torch {torch.__version__}, aot_eager on cpu"
+    how = f"torch {torch.__version__}, {options['backend']} on cpu"
     return (
         f"{subject.title}: {', '.join(facts)}\n"
         f"one training forward of {given or 'no input'}: {chosen}; {how}"
     )
+
+
+def _argument(value: Any) -> str:
+    return value_text(value) or (str(value) if isinstance(value, bool | int) else "")
 
 
 OPTIONS = ("dropout", "existing", "kernels", "logits", "dtype")
@@ -94,6 +98,8 @@ def _sites(explanation: Explanation) -> str:
         (row["name"], row["layer"], row["dropout"], row["value"], row["add"], row["mask"] or "-")
         for row in site_rows(explanation)
     ]
+    if not table and not explanation.options["dropout"]:
+        return "residual sites: none, as dropout is 0; --dropout P shows them"
     headers = ["residual site", "layer", "dropout by", "value", "traced add", "mask drawn in"]
     return tabulate(table, headers, tablefmt="simple", missingval="-")
 
@@ -129,6 +135,8 @@ def _passes(explanation: Explanation) -> str:
         )
         for result in pass_totals(explanation)
     ]
+    if not table:
+        return "passes: none ran"
     headers = ["pass", "matched", "replaced", "nodes", "time (ms)", "form"]
     return tabulate(table, headers, tablefmt="simple", disable_numparse=True)
 
@@ -164,6 +172,8 @@ def remarks(explanation: Explanation) -> list[str]:
     unseeded = (re.sub(r"(?<=\.)\d+(?=\.|$)", "*", line) for line in report.unseeded)
     lines += counted(f"unseeded: {line}" for line in unseeded) or ["no unseeded dropout"]
     lines += [f"note: {line}" for line in report.notes]
+    if report.verification is not None:
+        lines.append(str(report.verification))
     verdict = f"would raise: {explanation.refusal}" if explanation.refusal else "accepts the model"
     return [*lines, f"strict mode {verdict}"]
 

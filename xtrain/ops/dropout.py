@@ -218,6 +218,16 @@ def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
 
 registry.define_autograd(FORWARD, _backward, _setup_context)
 registry.define_autograd(BACKWARD, _backward, _setup_context)  # second derivatives
+registry.define_masked_vmap(FORWARD, num_tensors=1, seed=2)
+
+
+def check_mapped(name: str, *values: Any) -> None:
+    """Raise inside a vmap where nothing that the mask depends on has a row of its own."""
+    if not torch.compiler.is_compiling() and torch_compat.is_mapped_in_part(*values):
+        raise RuntimeError(
+            f"{name} under vmap: neither x nor seed nor offset is mapped over, so every row would "
+            "get one mask; map over one of them, or call it outside of the vmap"
+        )
 
 
 def dropout(x: Tensor, p: float, seed: int | Tensor, offset: int | Tensor = 0) -> Tensor:
@@ -230,16 +240,19 @@ def dropout(x: Tensor, p: float, seed: int | Tensor, offset: int | Tensor = 0) -
               graphs a tensor, so that a new step does not recompile.
               offset: flat index of x's first element in the whole batch's tensor.
     Random:   keep decision = f(seed, offset + flat index) only; block size, strides, device,
-              compilation do not enter.
+              compilation do not enter. Under vmap the flat index counts over all rows.
     Grad:     the same mask and scale on grad_out; saves seed and offset, not the mask.
     Numerics: mask exact; product in fp32 (fp64 for fp64), rounded once. p = 0 gives a bitwise copy,
               p = 1 zeros; a dropped NaN or infinity gives +0.
     Raises:   ValueError if p is outside [0, 1] or NaN, or x holds no floats; TypeError if seed or
-              offset is neither int nor a 0-d int64 tensor.
+              offset is neither int nor a 0-d int64 tensor; RuntimeError under a vmap with
+              randomness="same" or over none of x, seed, offset; NotImplementedError in forward-mode
+              differentiation.
     Source:   Srivastava et al. 2014 (dropout); Steele, Lea, Flood 2014 (SplitMix).
     """
     seed = as_int64_scalar("seed", seed, x.device)
     offset = as_int64_scalar("offset", offset, x.device)
+    check_mapped("dropout", x, seed, offset)
     return FORWARD(x, p, seed, offset)
 
 

@@ -28,6 +28,7 @@ from xtrain.ops import registry
 from xtrain.ops.dropout import (
     KERNEL_DTYPES,
     as_int64_scalar,
+    check_mapped,
     check_p,
     compute_dtype,
     dropout_decomposition,
@@ -101,6 +102,7 @@ def dropout_add_rms_norm_backward_decomposition(
     """Return (grad_x, grad_residual, grad_weight) by the formulas above.
 
     Where `shares_gradient`, grad_x is grad_residual, and a tensor of no elements stands for it.
+    Without grad_y a result may be grad_h itself: inductor needs no copy to tell them apart.
     """
     c = compute_dtype(torch.promote_types(h.dtype, weight.dtype))
     if grad_y:
@@ -113,13 +115,12 @@ def dropout_add_rms_norm_backward_decomposition(
         grad = torch.zeros(shape, dtype=c, device=h.device) if grad_h is None else grad_h.to(c)
         grad_weight = torch.zeros(weight.shape, dtype=c, device=h.device)
         grad = grad.contiguous()
-    # Clones, where a cast would hand the same tensor, or an input, on.
-    grad_residual = grad.to(residual_dtype, copy=True)
+    grad_residual = grad.to(residual_dtype)
     if shares_gradient(p, x_dtype, residual_dtype):
         grad_x = torch.empty(0, dtype=x_dtype, device=h.device)
     else:
         grad_x = dropout_decomposition(grad, p, seed, offset) if p > 0 else grad
-        grad_x = grad_x.to(x_dtype, copy=True)
+        grad_x = grad_x.to(x_dtype)
     return grad_x, grad_residual, grad_weight.to(weight.dtype)
 
 
@@ -270,7 +271,8 @@ def _backward_fake(
 def _backward_eager(
     h: Tensor, weight: Tensor, grad_h: Tensor | None, grad_y: list[Tensor], *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad_h = None if grad_h is None else contiguous(grad_h)
+    if grad_h is not None:  # an op hands on no input
+        grad_h = contiguous(grad_h) if grad_y else contiguous(grad_h).clone()
     grads = grad_h, [contiguous(grad) for grad in grad_y]
     dense = contiguous(h), contiguous(weight)
     return dropout_add_rms_norm_backward_decomposition(*dense, *grads, *rest)
@@ -344,11 +346,14 @@ def _backward(ctx: Any, grad_h: Tensor | None, grad_y: Tensor | None) -> tuple[T
     grad_x, grad_residual, grad_weight = BACKWARD(h, weight, grad_h, grads_y, *arguments)
     if shares_gradient(ctx.p, *ctx.dtypes):
         grad_x = grad_residual
-    return grad_x, grad_residual, grad_weight, *[None] * 7
+    # A norm that nobody reads gives its weight no gradient: zeros would be, to an optimiser that
+    # decays weights, another thing.
+    return grad_x, grad_residual, grad_weight if grads_y else None, *[None] * 7
 
 
 registry.define_autograd(FORWARD, _backward, _setup_context)
 registry.forbid_second_derivative(BACKWARD)
+registry.define_masked_vmap(FORWARD, num_tensors=2, seed=4)
 
 
 def dropout_add_rms_norm(
@@ -380,6 +385,7 @@ def dropout_add_rms_norm(
     """
     seed = as_int64_scalar("seed", seed, x.device)
     offset = as_int64_scalar("offset", offset, x.device)
+    check_mapped("dropout_add_rms_norm", x, residual, seed, offset)
     opaque = registry.opaque(prefers_kernel, x, residual, weight, p, seed, offset, eps, cast=cast)
     return FORWARD(x, residual, weight, p, seed, offset, eps, cast, None, opaque)
 

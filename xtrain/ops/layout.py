@@ -1,24 +1,58 @@
-"""Memory layouts that results must have exactly, since their fakes promise them."""
+"""Memory layouts that results must have exactly, since their fakes promise them.
+
+What each op's GPU kernels read in place, the last dim being dense; what lies otherwise is copied
+first. On a CPU, and where inductor sees through an op, there is no such copy.
+
+    sdpa                    q, k, v, grad_out: any strides of B, N, T, so parts of a projection's
+                            row; cuDNN takes grad_out in the strides of its result
+    rope, rope_qk           x: any strides of B, N, T; cos and sin: of one set of strides
+    swiglu, geglu           rows at one distance: halves of a wider row; packed too
+    cross_entropy           logits: contiguous, or a sample's rows at one distance: logits[:, :-1]
+    linear_cross_entropy    hidden, weight: rows or columns at one distance
+    rms_norm, dropout, dropout_add_rms_norm    contiguous
+
+sdpa and rope give results and gradients in the order of the tensor that they belong to, the others
+contiguous ones.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cmp_to_key
 
 import torch
 from torch import Tensor
 
+from xtrain import torch_compat
+
 
 def contiguous(x: Tensor) -> Tensor:
-    """Return x.contiguous() in exactly the strides of torch.empty(x.shape).
+    """Return x.contiguous() in exactly the strides of torch.empty(x.shape)."""
+    return dense(x, tuple(range(x.dim())))
 
-    A dim of size 0 or 1 may have any stride in a contiguous tensor, and elementwise ops hand it on.
-    For eager kernels: on symbolic sizes the comparison would become a guard.
+
+def dense(x: Tensor, order: tuple[int, ...]) -> Tensor:
+    """Return x in the strides of memory whose dims lie in this order; a copy if they lie otherwise.
+
+    A dim of size 0 or 1 may have any stride in a dense tensor, and elementwise ops hand it on: it
+    gets the stride that empty memory has. For eager kernels: on symbolic sizes the comparison would
+    become a guard.
+
+    Args:  order: the dims of x from the outermost in memory to the innermost.
     """
-    strides: list[int] = []
-    step = 1
-    for size in reversed(x.shape):
-        strides.insert(0, step)
-        step *= max(size, 1)
-    dense = x.contiguous()
-    return dense if dense.stride() == tuple(strides) else dense.as_strided(x.shape, strides)
+    strides, step = [0] * x.dim(), 1
+    for d in reversed(order):
+        strides[d] = step
+        step *= max(x.shape[d], 1)
+    if x.stride() == tuple(strides):
+        return x
+    packed = x.permute(order).contiguous().permute(inverse(order))
+    return packed if packed.stride() == tuple(strides) else packed.as_strided(x.shape, strides)
+
+
+def inverse(order: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the permutation that undoes `order`."""
+    return tuple(order.index(d) for d in range(len(order)))
 
 
 def row_stride(x: Tensor) -> int | None:
@@ -38,18 +72,26 @@ def row_stride(x: Tensor) -> int | None:
     return outer[-1][1] if outer else 0
 
 
-def token_major(x: Tensor) -> bool:
-    """Whether the heads of a token of x [B, N, T, H] lie closer than the tokens of a head.
+def heads_order(x: Tensor) -> tuple[int, ...]:
+    """Return the dims of x [B, N, T, H] from the outermost in memory to the innermost; H is last.
 
-    Projections give [B, T, N, H], seen as [B, N, T, H]. Keeping that order spares the copy when
-    attention's result, in the layout of q, is merged back to [B, T, N * H].
+    Projections give [B, T, N, H], or [T, B, N, H], seen as [B, N, T, H]; each may be a part of a
+    wider row that holds queries, keys and values. A dense result in that order is merged back to
+    [B, T, N * H], and gradients in that order are put back into one row, without a transpose.
+    A dim of size 1 has no place in memory; it keeps its own.
     """
-    return x.stride(1) < x.stride(2)
+
+    def further_out(a: int, b: int) -> int:  # symbolic strides are sorted by comparisons alone
+        if torch_compat.holds(x.stride(a) < x.stride(b)):
+            return 1
+        return -1 if torch_compat.holds(x.stride(b) < x.stride(a)) else 0
+
+    long = [d for d in range(3) if not torch_compat.holds(x.shape[d] == 1)]
+    by_stride = iter(sorted(long, key=cmp_to_key(further_out)))
+    return *(next(by_stride) if d in long else d for d in range(3)), 3
 
 
-def empty_heads(x: Tensor) -> Tensor:
-    """Return a dense tensor like x [B, N, T, H], in x's order of heads and tokens."""
-    B, N, T, H = x.shape
-    if token_major(x):
-        return torch.empty((B, T, N, H), dtype=x.dtype, device=x.device).transpose(1, 2)
-    return torch.empty((B, N, T, H), dtype=x.dtype, device=x.device)
+def empty_in(order: tuple[int, ...], shape: Sequence[int], like: Tensor) -> Tensor:
+    """Return memory for this shape whose dims lie in this order, as `dense` would give it."""
+    memory = torch.empty([shape[d] for d in order], dtype=like.dtype, device=like.device)
+    return memory.permute(inverse(order))

@@ -53,8 +53,8 @@ def forward_decomposition(
     parts = [
         _token_losses(x, t, s, options) for _, x, t, s in _chunks(hidden, weight, targets, weights)
     ]
-    losses = torch.cat([part[0] for part in parts]).view(targets.shape)
-    lse = torch.cat([part[1] for part in parts]).view(targets.shape)
+    losses = _joined([part[0] for part in parts]).view(targets.shape)
+    lse = _joined([part[1] for part in parts]).view(targets.shape)
     needs_grad = (needs_grad_hidden, needs_grad_weight)
     if reduction == "none":
         needs_grad = (False, False)
@@ -131,6 +131,11 @@ def _chunks(hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor) -> l
     return pieces
 
 
+def _joined(parts: list[Tensor]) -> Tensor:
+    """Return the parts one after the other; of one, torch.cat would be a copy."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
 def _token_losses(
     x: Tensor, targets: Tensor, scale: Tensor, options: Options
 ) -> tuple[Tensor, Tensor]:
@@ -169,7 +174,7 @@ def _gradients(
                 of_weight = term if of_weight is None else of_weight + term
     nothing = hidden.new_empty(0, dtype=dtype)
     return (
-        torch.cat(of_hidden).view(hidden.shape) if of_hidden else nothing,
+        _joined(of_hidden).view(hidden.shape) if of_hidden else nothing,
         nothing.clone() if of_weight is None else of_weight.to(dtype),
     )
 

@@ -137,7 +137,50 @@ def define_autograd(
               setup_context: (ctx, inputs, output), with these parameter names: torch passes them
               by keyword.
     """
-    torch.library.register_autograd(op.name(), backward, setup_context=setup_context, lib=LIBRARY)
+    kernel = torch_compat.autograd_kernel(op, backward, setup_context)
+    LIBRARY.impl(op._opname, kernel, "Autograd", with_keyset=True)
+
+
+def define_masked_vmap(op: torch._ops.OpOverload, num_tensors: int, seed: int) -> None:
+    """Map an op that drops elements over rows: the mask is that of the op on all rows together.
+
+    The rows of a backward are cotangents of one value and share its mask: torch's loop over rows is
+    right there.
+
+    Args:     num_tensors: how many arguments, from the first on, have x's shape.
+              seed: position of the seed; the offset stands behind it.
+    """
+
+    def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
+        if info.randomness == "same":
+            raise RuntimeError(
+                f"{op.name()} under vmap draws a mask for each row; for one mask in all rows "
+                "(randomness='same') multiply by ops.dropout_mask, made outside of the vmap"
+            )
+        moved = [a if d is None else a.movedim(d, 0) for a, d in zip(args, in_dims, strict=True)]
+        mapped = [d is not None for d in in_dims]
+        if not any(mapped[num_tensors:]):
+            rows = (info.batch_size,)
+            whole = [
+                a if is_mapped else a.expand(*rows, *a.shape)
+                for a, is_mapped in zip(moved[:num_tensors], mapped, strict=False)
+            ]
+            return _on_first_dim(op(*whole, *moved[num_tensors:]))
+        results = []
+        for i in range(info.batch_size):
+            row = [a[i] if is_mapped else a for a, is_mapped in zip(moved, mapped, strict=True)]
+            if not mapped[seed] and not mapped[seed + 1]:
+                row[seed + 1] = row[seed + 1] + i * row[0].numel()
+            results.append(op(*row))
+        if isinstance(results[0], tuple):
+            return _on_first_dim(tuple(map(torch.stack, zip(*results, strict=True))))
+        return _on_first_dim(torch.stack(results))
+
+    torch.library.register_vmap(op.name(), rule, lib=LIBRARY)
+
+
+def _on_first_dim(result: Any) -> Any:
+    return result, tuple(0 for _ in result) if isinstance(result, tuple) else 0
 
 
 def forbid_second_derivative(backward_op: torch._ops.OpOverload) -> None:

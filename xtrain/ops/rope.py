@@ -25,7 +25,7 @@ from torch import Tensor
 from xtrain import torch_compat
 from xtrain.ops import registry
 from xtrain.ops.dropout import compute_dtype
-from xtrain.ops.layout import empty_heads, token_major
+from xtrain.ops.layout import empty_in, heads_order, inverse
 
 LAYOUTS = ("half", "interleaved")
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -54,10 +54,11 @@ def rope_qk_reference(
 
 def rope_decomposition(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
     """Return x turned, as inductor fuses it: one read and one write of x."""
-    if token_major(x):
-        turned = _turn(x.transpose(1, 2), cos.unsqueeze(-2), sin.unsqueeze(-2), layout)
-        return turned.transpose(1, 2)
-    return _turn(x, _per_head(cos), _per_head(sin), layout)
+    order = heads_order(x)
+    cos, sin = (
+        _per_head(table).expand(x.shape[0], -1, -1, -1).permute(order) for table in (cos, sin)
+    )
+    return _turn(x.permute(order), cos, sin, layout).permute(inverse(order))
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
@@ -68,14 +69,15 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
     turning = x[..., :R].to(c)
     if layout == "half":
         a, b = turning.chunk(2, dim=-1)
-        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+        parts = [(a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype)]
     else:
         a, b = turning.unflatten(-1, (R // 2, 2)).unbind(-1)
-        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
-    turned = turned.to(x.dtype)
-    if R == x.shape[-1]:
-        return turned.contiguous()
-    return torch.cat((turned, x[..., R:]), dim=-1).contiguous()
+        pairs = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1)
+        parts = [pairs.flatten(-2).to(x.dtype)]
+    if R < x.shape[-1]:
+        parts.append(x[..., R:])
+    # concatenated once: inductor would write an inner result to memory, and copy it to the outer
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)).contiguous()
 
 
 def rope_backward_decomposition(grad_out: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
@@ -170,9 +172,13 @@ def prefers_kernel_qk(
     return prefers_kernel(q, cos, sin, layout=layout) and q.dtype == k.dtype
 
 
+def _empty_like(x: Tensor) -> Tensor:
+    return empty_in(heads_order(x), x.shape, x)
+
+
 def _fake(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
     check_inputs("rope", x, cos, sin, layout)
-    return empty_heads(x)
+    return _empty_like(x)
 
 
 def _eager(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
@@ -183,7 +189,7 @@ def _eager(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
 def _fake_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: str) -> tuple[Tensor, Tensor]:
     check_inputs("rope_qk", q, cos, sin, layout)
     check_inputs("rope_qk", k, cos, sin, layout)
-    return empty_heads(q), empty_heads(k)
+    return _empty_like(q), _empty_like(k)
 
 
 def _eager_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: str) -> tuple[Tensor, Tensor]:
@@ -265,30 +271,35 @@ BACKWARD_QK = registry.define_op(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     *_, cos, sin, ctx.layout, ctx.opaque = inputs
     ctx.save_for_backward(cos, sin)
+    ctx.set_materialize_grads(False)  # what nobody reads has no gradient, and gets no zeros
 
 
-def _derivative(op: torch._ops.OpOverload) -> Any:
-    """Return backward(ctx, grad...) for a map whose transpose is `op`."""
+def _derivative(one: torch._ops.OpOverload, both: torch._ops.OpOverload) -> Any:
+    """Return backward(ctx, grad...) for a map whose transpose is `one`, of two tensors `both`."""
 
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        turned = op(*grads, *ctx.saved_tensors, ctx.layout, ctx.opaque)
-        return *((turned,) if isinstance(turned, Tensor) else turned), None, None, None, None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        rest = *ctx.saved_tensors, ctx.layout, ctx.opaque
+        if len(grads) == 2 and all(grad is not None for grad in grads):
+            turned = both(*grads, *rest)
+        else:
+            turned = [None if grad is None else one(grad, *rest) for grad in grads]
+        return *turned, None, None, None, None
 
     return backward
 
 
 # Each of a pair is the other's transpose, so second derivatives come for nothing.
-registry.define_autograd(FORWARD, _derivative(BACKWARD), _setup_context)
-registry.define_autograd(BACKWARD, _derivative(FORWARD), _setup_context)
-registry.define_autograd(FORWARD_QK, _derivative(BACKWARD_QK), _setup_context)
-registry.define_autograd(BACKWARD_QK, _derivative(FORWARD_QK), _setup_context)
+registry.define_autograd(FORWARD, _derivative(BACKWARD, BACKWARD_QK), _setup_context)
+registry.define_autograd(BACKWARD, _derivative(FORWARD, FORWARD_QK), _setup_context)
+registry.define_autograd(FORWARD_QK, _derivative(BACKWARD, BACKWARD_QK), _setup_context)
+registry.define_autograd(BACKWARD_QK, _derivative(FORWARD, FORWARD_QK), _setup_context)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, *, layout: str = "half") -> Tensor:
     """Turn each pair of elements of x by its angle.
 
     Shapes:   x [B, N, T, H], any strides; cos, sin [T, R/2] or [B, T, R/2], R <= H, rows as x has
-              them; result like x, dense in x's order of heads and tokens, never an alias.
+              them; result like x, dense in x's order of batch, heads and tokens, never an alias.
     Args:     layout: "half" pairs i with i + R/2 (Llama, GPT-NeoX), "interleaved" 2 i with 2 i + 1
               (GPT-J); elements from R on pass unchanged.
     Grad:     grad_out turned back; saves cos and sin. cos and sin get no gradient.

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from xtrain.ops import attention_kernels, registry, sdpa_cuda
+from xtrain.ops.layout import contiguous, dense, heads_order
 from xtrain.ops.sdpa_decomposition import (
     compute_dtype,
     empty_in_layout,
@@ -71,18 +72,13 @@ def sdpa_reference(
     return (probabilities @ values).to(q.dtype)
 
 
-def _stored(value: Tensor, like: Tensor) -> Tensor:
-    """Return value in the strides of `like`, copied only where they differ."""
-    return value if value.stride() == like.stride() else like.copy_(value)
-
-
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return empty_in_layout(q, v.shape[3]), lse_like(q)
 
 
 def _forward_eager(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     out, lse = sdpa_decomposition(q, k, v, *rest)
-    return _stored(out, empty_in_layout(q, v.shape[3])), _stored(lse, lse_like(q))
+    return dense(out, heads_order(q)), contiguous(lse)
 
 
 def _grad_mask_like(mask: Tensor | None, q: Tensor, need_mask_grad: bool) -> Tensor:
@@ -102,10 +98,11 @@ def _backward_fake(
 def _backward_eager(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    grads = sdpa_backward_decomposition(grad_out, q, k, v, mask, *rest)
-    likes = _backward_fake(grad_out, q, k, v, mask, *rest)
-    grad_q, grad_k, grad_v, grad_mask = map(_stored, grads, likes)
-    return grad_q, grad_k, grad_v, grad_mask
+    *grads, grad_mask = sdpa_backward_decomposition(grad_out, q, k, v, mask, *rest)
+    grad_q, grad_k, grad_v = (
+        dense(grad, heads_order(x)) for grad, x in zip(grads, (q, k, v), strict=True)
+    )
+    return grad_q, grad_k, grad_v, contiguous(grad_mask)
 
 
 def _forward_cuda(
@@ -206,7 +203,8 @@ def sdpa(
     """Return softmax(softcap(scale * q k^T) + bias) v, per head.
 
     Shapes:   q (B, N, T, H); k, v (B, M, S, H), N a multiple of M: query head n uses KV head
-              n // (N / M); any strides; result (B, N, T, H) in q's memory layout.
+              n // (N / M); any strides, read in place where those of H are 1; result (B, N, T, H),
+              dense in q's order of batch, heads and tokens; each gradient in its tensor's.
     Args:     mask: bool (True = attend) or float (added to the scores), broadcastable to
               (B, N, T, S); with causal, both must allow.
               causal: query i sees key j iff j <= i + S - T (bottom-right).

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from xtrain.ops import attention_kernels
+from xtrain.ops.layout import empty_in, heads_order
 
 logger = logging.getLogger(__name__)
 
@@ -30,15 +31,12 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def empty_in_layout(x: Tensor, last: int) -> Tensor:
-    """Return memory for [B, N, T, last]: [B, T, N, last] transposed if x lies so, else contiguous.
+    """Return memory for [B, N, T, last] in x's order.
 
-    Models transpose the result back: from this layout without a copy. empty_like would not do: on
-    empty and overlapping tensors its strides differ between real and fake ones.
+    empty_like would not do: on empty and overlapping tensors its strides differ between real and
+    fake ones.
     """
-    B, N, T, _ = x.shape
-    if not x.is_contiguous() and x.transpose(1, 2).is_contiguous():
-        return torch.empty(B, T, N, last, dtype=x.dtype, device=x.device).transpose(1, 2)
-    return torch.empty(B, N, T, last, dtype=x.dtype, device=x.device)
+    return empty_in(heads_order(x), (*x.shape[:3], last), x)
 
 
 def lse_like(q: Tensor) -> Tensor:

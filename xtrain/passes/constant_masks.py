@@ -17,8 +17,9 @@ from torch import Tensor, fx
 
 from xtrain import torch_compat
 from xtrain.passes import fx_utils
+from xtrain.passes.account import Account, State
 from xtrain.passes.fx_utils import op_name
-from xtrain.passes.match import Refused, Writes
+from xtrain.passes.match import Refused
 
 # Elements of a mask that are still worth computing: 2 GiB of bytes.
 _MAX_ELEMENTS = 1 << 31
@@ -42,7 +43,7 @@ class ConstantMasks:
     def __init__(self, outer: Mapping[fx.Node, Any]):
         self._outer = outer
         self._meanings: dict[fx.Node, Meaning | str] = {}
-        self._writes: dict[fx.Graph, Writes] = {}
+        self._accounts: dict[fx.Graph, Account] = {}
 
     def meaning(self, mask: fx.Node) -> Meaning:
         """Return what a mask [.., T, S] means. Raises Refused if it is not a constant, or other."""
@@ -93,16 +94,16 @@ class ConstantMasks:
                 ends[given.graph] = min(u for u in given.users if fx_utils.called_bodies(u))
                 pending.append(given)
                 continue
-            writes = self._writes_of(node.graph).into(node)
+            writes = self._account_of(node.graph).writes_into(node)
             if not all(write is mask or write < ends[node.graph] for write in writes):
                 raise Refused("its mask is written in place")
             pending += [*node.all_input_nodes, *writes]
         return found
 
-    def _writes_of(self, graph: fx.Graph) -> Writes:
-        if graph not in self._writes:
-            self._writes[graph] = Writes(graph)
-        return self._writes[graph]
+    def _account_of(self, graph: fx.Graph) -> Account:
+        if graph not in self._accounts:
+            self._accounts[graph] = Account(graph, State(grad=True))
+        return self._accounts[graph]
 
     def _in_running_order(self, mask: fx.Node, needed: set[fx.Node]) -> list[fx.Node]:
         """The nodes graph by graph, a caller's before those of the body that it calls."""

@@ -8,7 +8,7 @@ says that it won, "triton" wherever `supports` allows it; a CPU has decompositio
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,13 +136,7 @@ def _is_viewed(node: fx.Node) -> bool:
     return False
 
 
-def replace(old: fx.Node, new: fx.Node, inner: Iterable[fx.Node] = ()) -> None:
-    """Have new take old's place, then erase old and those of `inner` that nothing reads now."""
-    old.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
-    erase_unread([old, *inner])
-
-
-def erase_unread(nodes: Sequence[fx.Node]) -> None:
+def erase_unread(nodes: Iterable[fx.Node]) -> None:
     """Erase those of these nodes that nothing reads, users first."""
     pending = set(nodes)
     while dead := [n for n in pending if not n.users]:

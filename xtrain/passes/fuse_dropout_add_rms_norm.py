@@ -20,9 +20,10 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from xtrain.ops import OPS
-from xtrain.passes.forms import Forms, emit, emit_getitem, emit_op, erase_unread, values_of
+from xtrain.passes.account import Account
+from xtrain.passes.forms import Forms, emit, emit_getitem, emit_op, values_of
 from xtrain.passes.fx_utils import DROPOUT, op_name, operand, tensor_meta
-from xtrain.passes.match import Refused, Writes, add_of, dtype_of, known_dtype
+from xtrain.passes.match import Refused, add_of, dtype_of, known_dtype
 from xtrain.passes.result import PassResult
 from xtrain.passes.swap import swap_each
 from xtrain.passes.values import is_xtrain_op
@@ -37,7 +38,7 @@ def fuse_dropout_add_rms_norm(
     """Fuse dropout, add and norm in a graph and its bodies."""
     forms = Forms(kernels, backend)
 
-    def swap(node: fx.Node, writes: Writes) -> str | None:
+    def swap(node: fx.Node, account: Account) -> str | None:
         if node.target is not NORM:
             return None
         h = node.args[0]
@@ -45,13 +46,14 @@ def fuse_dropout_add_rms_norm(
         if addends is None or not all(tensor_meta(a) is not None for a in addends):
             return None  # the norm of something else: an embedding, a projection
         assert isinstance(h, fx.Node)
-        writes.refuse(h, *addends)
-        return _fuse(node, h, addends, forms)
+        return _fuse(node, h, addends, forms, account)
 
     return swap_each(graph, swap)
 
 
-def _fuse(norm: fx.Node, h: fx.Node, addends: tuple[Any, Any], forms: Forms) -> str:
+def _fuse(
+    norm: fx.Node, h: fx.Node, addends: tuple[Any, Any], forms: Forms, account: Account
+) -> str:
     graph = norm.graph
     x, residual = _branch_first(addends)
     _check(h, x, residual)
@@ -82,9 +84,7 @@ def _fuse(norm: fx.Node, h: fx.Node, addends: tuple[Any, Any], forms: Forms) -> 
         new_h, new_y = (emit_getitem(graph, both, i, like) for i, like in enumerate((h, norm)))
     if dtype_of(new_h) != dtype_of(h) or dtype_of(new_y) != dtype_of(norm):
         raise Refused("the op's results would have other dtypes than the model's")
-    h.replace_all_uses_with(new_h)
-    norm.replace_all_uses_with(new_y)
-    erase_unread([norm, h, *([] if dropped is None else [dropped])])
+    account.settle({h: new_h, norm: new_y})
     return form
 
 

@@ -10,16 +10,17 @@ import torch
 from torch import fx
 
 from xtrain.ops import OPS
-from xtrain.passes.forms import Forms, check_same_form, emit_cast, emit_op, replace, values_of
+from xtrain.passes.account import Account
+from xtrain.passes.forms import Forms, check_same_form, emit_cast, emit_op, values_of
 from xtrain.passes.fx_utils import tensor_meta
 from xtrain.passes.match import (
     Refused,
-    Writes,
     known_dtype,
     mul_of,
     part_of_last_dim,
     rounds_to,
     uncast,
+    unwidened,
 )
 from xtrain.passes.result import PassResult
 from xtrain.passes.swap import swap_each
@@ -27,10 +28,9 @@ from xtrain.passes.swap import swap_each
 
 @dataclass
 class Activation:
-    """An activation as found: what it is of, its nodes, and the options of its op."""
+    """An activation as found: what it is of, and the options of its op."""
 
     gate: fx.Node
-    inner: list[Any]  # may hold what is no node
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -49,12 +49,9 @@ def swap_gated(
 ) -> PassResult:
     """Swap the products with an activation, in a graph and its bodies, for the ops of a family."""
 
-    def swap(node: fx.Node, writes: Writes) -> str | None:
+    def swap(node: fx.Node, account: Account) -> str | None:
         found = _match(node, activation_of)
-        if found is None:
-            return None
-        writes.refuse(found.gate, found.up)
-        return _swap(node, found, family, forms)
+        return None if found is None else _swap(node, found, family, forms, account)
 
     return swap_each(graph, swap)
 
@@ -69,7 +66,7 @@ def _match(node: fx.Node, activation_of: Callable[[Any], Activation | None]) -> 
         activation = activation_of(activated)
         if activation is None or tensor_meta(up) is None:
             continue
-        if activated is up or any(up is n for n in activation.inner):
+        if activated is up or _is_between(up, activated, activation.gate):
             continue  # a square; an inner product of an activation that is spelt out
         if rounded is not activated:
             raise Refused("the activation changes dtype before the product")
@@ -79,12 +76,25 @@ def _match(node: fx.Node, activation_of: Callable[[Any], Activation | None]) -> 
         assert a is not None and b is not None
         if a.shape != b.shape:
             raise Refused("gate and up differ in shape")
-        activation.inner.append(activated)
         return _Gated(activation.gate, up, activation)
     return None
 
 
-def _swap(node: fx.Node, found: _Gated, family: str, forms: Forms) -> str:
+def _is_between(value: fx.Node, activated: fx.Node, gate: fx.Node) -> bool:
+    """Whether an activation is computed from its gate by way of a value."""
+    pending, seen = [activated], {gate, unwidened(gate)}
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        if node is value:
+            return True
+        seen.add(node)
+        pending += node.all_input_nodes
+    return False
+
+
+def _swap(node: fx.Node, found: _Gated, family: str, forms: Forms, account: Account) -> str:
     gate, up = found.gate, found.up
     graph, options = node.graph, dict(found.activation.options)
     dtype = torch.promote_types(known_dtype(gate), known_dtype(up))
@@ -103,9 +113,7 @@ def _swap(node: fx.Node, found: _Gated, family: str, forms: Forms) -> str:
         opaque, form = forms.choose(op, *values_of(inputs), **options)
         y = emit_op(graph, op, (*inputs, *options.values()), node, opaque=opaque)
     check_same_form(y, node, dtype=dtype)
-    pieces = [] if packed is None else [gate, up, *gate.all_input_nodes, *up.all_input_nodes]
-    inner = [n for n in (*found.activation.inner, *pieces) if isinstance(n, fx.Node)]
-    replace(node, y, [n for n in inner if n not in inputs])
+    account.settle({node: y})
     return form
 
 

@@ -119,15 +119,3 @@ def _equal(a: Polynomial, b: Polynomial, tight: bool) -> bool:
     """Whether constants are gelu's, as written with ten digits, or in fp64 to the last but few."""
     tolerance = 1e-15 if tight else 1e-8
     return a.keys() == b.keys() and all(math.isclose(a[k], b[k], rel_tol=tolerance) for k in a)
-
-
-def nodes_between(node: fx.Node, gate: fx.Node) -> list[fx.Node]:
-    """Return what an activation is computed by from its gate, itself left out."""
-    found: dict[fx.Node, None] = {}
-    pending = list(node.all_input_nodes)
-    while pending:
-        inner = pending.pop()
-        if inner is not gate and inner is not unwidened(gate) and inner not in found:
-            found[inner] = None
-            pending += inner.all_input_nodes
-    return list(found)

@@ -22,9 +22,9 @@ from typing import Literal
 import torch
 from torch import fx
 
+from xtrain import torch_compat
 from xtrain.ops.dropout import FORWARD as DROPOUT_OP
 from xtrain.passes import fx_utils
-from xtrain.passes.cut_adds import find_cut_adds
 from xtrain.passes.own_dropouts import (
     is_dropped_whole,
     is_masked_by_hand,
@@ -32,9 +32,11 @@ from xtrain.passes.own_dropouts import (
     own_dropout,
     own_dropouts,
 )
-from xtrain.passes.residual_sites import ResidualSite, find_residual_sites
+from xtrain.passes.program import writes_in_place
+from xtrain.passes.residual_sites import ResidualSite
 from xtrain.passes.result import PassResult
 from xtrain.passes.spell_out_sums import spell_out_sums
+from xtrain.passes.sum_account import Found, Settled, find_sites
 from xtrain.passes.sums import IN_PLACE_SUM, sum_operands
 from xtrain.passes.values import is_active_dropout, is_xtrain_op, peeled_chain
 
@@ -43,6 +45,10 @@ SEEDS = "xtrain_seeds"
 _VIEWS = (fx_utils.VIEW_LIKE - {"clone"}) | {"getitem", "slice", "narrow", "chunk", "split"}
 # Where torch's attention functions take the probability of dropping attention probabilities.
 _ATTENTION_P = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
+_TRANSFORMED = (
+    "inside a transform of torch.func (vmap), where the rows of a batch would share a mask; call "
+    "the module on the whole batch"
+)
 _IN_PART = (
     "the model's own dropout ({}) drops a part of this branch and leaves the rest; pass "
     "existing='replace' to have one mask over the whole"
@@ -54,11 +60,13 @@ class SiteSlot:
     """One site of one graph, as the caller needs it to fill a row of the seeds input.
 
     witnesses are placeholders of the outermost graph; branch_shape may hold SymInts;
-    covered_by is "xtrain" (has a row), "model" (its own dropout stays) or "" with a reason.
+    covered_by is "xtrain" (has a row), "model" (its own dropout stays) or "" with a reason; path
+    and origin are the modules that add the branch and that compute it.
     """
 
     kind: str
     path: str
+    origin: str
     witnesses: tuple[fx.Node, ...]
     branch_shape: torch.Size
     covered_by: Literal["xtrain", "model", ""]
@@ -67,29 +75,40 @@ class SiteSlot:
 
 @dataclass
 class InsertResult(PassResult):
-    """What was inserted: slots in row order first to last, and dropout that stays unseeded."""
+    """What was inserted: slots in row order first to last, and dropout that stays unseeded.
+
+    found: the sites and the account of the graph's sums, in the nodes that it had before.
+    """
 
     slots: list[SiteSlot] = field(default_factory=list, repr=False)
     unseeded: list[str] = field(default_factory=list)
+    found: Found | None = field(default=None, repr=False)
 
 
 def insert_residual_dropout(
-    graph: fx.Graph, *, p: float, existing: Literal["skip", "replace"] = "skip"
+    graph: fx.Graph,
+    *,
+    p: float,
+    existing: Literal["skip", "replace"] = "skip",
+    settled: Settled = lambda node: "",
+    general: str = "all",
 ) -> InsertResult:
     """Insert xtrain.dropout(p) on each residual branch of a graph and of the bodies it calls.
 
     Args:     graph: owned by a GraphModule; changed in place, so pass a clone of Dynamo's.
               p: probability of dropping, 0 < p <= 1.
               existing: what to do where the model has an active dropout of its own.
+              settled, general: as find_sites takes them.
     Returns:  InsertResult; its slots that are covered by "xtrain" are the rows of `xtrain_seeds`.
     """
     module = graph.owning_module
     assert module is not None
     for part in dict.fromkeys(fx_utils.walk_graphs(module)):
         spell_out_sums(part.graph)
-    inserter = _Inserter(p, existing)
+    found = find_sites(module, settled, general)
+    inserter = _Inserter(p, existing, found.sites)
     slots = inserter.run(graph)
-    result = InsertResult(num_matched=len(slots), slots=slots)
+    result = InsertResult(num_matched=len(slots), slots=slots, found=found)
     result.num_replaced = sum(slot.covered_by == "xtrain" for slot in slots)
     for slot in slots:
         if slot.covered_by == "model":
@@ -102,9 +121,10 @@ def insert_residual_dropout(
 
 
 class _Inserter:
-    def __init__(self, p: float, existing: str):
+    def __init__(self, p: float, existing: str, found: dict[fx.Graph, list[ResidualSite]]):
         self.p = p
         self.existing = existing
+        self.found = found
         self.bodies: dict[fx.GraphModule, list[SiteSlot]] = {}
         self.residual_dropouts: set[fx.Node] = set()
         self.adds: set[fx.Node] = set()
@@ -112,11 +132,10 @@ class _Inserter:
     def run(self, graph: fx.Graph, calls: tuple[fx.Node, ...] = ()) -> list[SiteSlot]:
         """Insert into one graph and its bodies; the slots in execution order.
 
-        Args:     calls: those that lead to this graph, where one of them computes a branch that
-                  only its body adds.
+        Args:     calls: those that lead to this graph.
         """
         sites: dict[fx.Node, list[ResidualSite]] = {}
-        for site in find_residual_sites(graph, calls if find_cut_adds(graph) else ()):
+        for site in self.found[graph]:
             sites.setdefault(site.add, []).append(site)
         self.adds |= sites.keys()
         slots: list[SiteSlot] = []
@@ -134,7 +153,9 @@ class _Inserter:
     def _insert(self, graph: fx.Graph, site: ResidualSite, row: int) -> SiteSlot:
         meta = fx_utils.tensor_meta(site.branch)
         assert meta is not None
-        slot = SiteSlot(site.kind, site.path, site.witnesses, meta.shape, "xtrain")
+        slot = SiteSlot(site.kind, site.path, site.origin, site.witnesses, meta.shape, "xtrain")
+        if torch_compat.is_transformed(meta):
+            return replace(slot, covered_by="", reason=_TRANSFORMED)
         owns: list[fx.Node] = []
         if site.own is not None:
             owns = list(own_dropouts(site.branch, site.residual, self.adds))
@@ -179,9 +200,9 @@ class _Inserter:
         outer = fx_utils.body_operands(call)
         if not outer:
             reason = f"inside a {fx_utils.op_name(call)} body, which takes no seeds"
-            found = [s for body in bodies for s in find_residual_sites(body.graph)]
+            found = [s for body in bodies for s in self.found[body.graph]]
             return [
-                SiteSlot(s.kind, s.path, (), _shape(s.branch), "", reason)
+                SiteSlot(s.kind, s.path, s.origin, (), _shape(s.branch), "", reason)
                 for s in found
                 if s.own is None
             ]
@@ -279,7 +300,7 @@ def _hazard(site: ResidualSite, owns: list[fx.Node]) -> str:
         )
     if site.own is not None:
         after_own = _from_own(site.own, site.branch)[1:]
-        if any(_writes_in_place(n) for n in after_own):
+        if any(writes_in_place(n) for n in after_own):
             return "the model's own dropout cannot be replaced: it is changed in place"
     return ""
 
@@ -287,12 +308,6 @@ def _hazard(site: ResidualSite, owns: list[fx.Node]) -> str:
 def _writes_into_branch(site: ResidualSite) -> bool:
     in_place = fx_utils.op_name(site.add) in IN_PLACE_SUM
     return in_place and sum_operands(site.add)[0] is site.branch
-
-
-def _writes_in_place(node: fx.Node) -> bool:
-    name = fx_utils.op_name(node)
-    in_place = name in fx_utils.IN_PLACE_SCALING or name in IN_PLACE_SUM or name == "setitem"
-    return in_place or (name.endswith("_") and not name.endswith("__"))
 
 
 def _readers_of_the_sum(site: ResidualSite) -> list[fx.Node]:

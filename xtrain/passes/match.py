@@ -6,7 +6,6 @@ walks from there along operands, so that operand order and casts between cost it
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,8 +24,8 @@ _CASTS |= {"convert_element_type"}
 # Ops whose operand autocast casts to its dtype: what they read, they round.
 _LOWERING = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm"})
 _LOWERING |= {"scaled_dot_product_attention"}
-# Ops whose result may share memory with their first operand.
-_ALIASING = (fx_utils.VIEW_LIKE - {"clone"}) | {
+# Ops that show the numbers of their first operand, or a part of them, in another place.
+_VIEWS = (fx_utils.VIEW_LIKE - {"clone"}) | {
     "getitem",
     "chunk",
     "split",
@@ -51,10 +50,6 @@ _ALIASING = (fx_utils.VIEW_LIKE - {"clone"}) | {
     "getattr",
     "unfold",
 }
-_IN_PLACE = frozenset({"setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "ipow", "imod"})
-_IN_PLACE |= {"iand", "ior", "ixor", "imatmul"}
-# Where an op's `inplace` argument stands when it is passed by position.
-_INPLACE_ARGUMENT = {"dropout": 3, "silu": 1, "relu": 1, "gelu": 9, "relu6": 1, "hardtanh": 3}
 
 
 class Refused(Exception):
@@ -269,68 +264,8 @@ def rounds_at_last_to(node: fx.Node) -> torch.dtype | None:
             name = op_name(user)
             if cast_source(user) is not None or name in _LOWERING:
                 found.add(dtype_of(user))
-            elif name in _ALIASING or name == "repeat_interleave":
+            elif name in _VIEWS or name == "repeat_interleave":
                 pending.append(user)
             else:
                 return None
     return found.pop() if len(found) == 1 else None
-
-
-class Writes:
-    """Which values of a graph are written in place: a swap reads later than the ops it replaces."""
-
-    def __init__(self, graph: fx.Graph):
-        self._by_root: dict[fx.Node, list[fx.Node]] = {}
-        for write, target in _writes(graph):
-            self._by_root.setdefault(root_of(target), []).append(write)
-
-    def into(self, node: fx.Node) -> list[fx.Node]:
-        """Return the ops that write into a value or its views, in running order."""
-        return self._by_root.get(root_of(node), [])
-
-    def are_over(self, node: fx.Node) -> bool:
-        """Whether ops that write into a value come before all others that take it.
-
-        What all readers see is what the value stays: a read may move to a later place.
-        """
-        writes = self.into(node)
-        readers = [user for user in node.users if user not in writes]
-        return all(write < reader for write in writes for reader in readers)
-
-    def refuse(self, *nodes: Any) -> None:
-        """Raise Refused if one of these values may be written behind an op that reads it.
-
-        An op that writes into the value itself may be one of those that a match replaces.
-        """
-        for node in nodes if self._by_root else ():
-            if not isinstance(node, fx.Node):
-                continue
-            if any(w in node.users for w in self.into(node)) or not self.are_over(node):
-                raise Refused("an op writes in place into what it reads")
-
-
-def _writes(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Yield (op, what it writes into) of a graph, in running order."""
-    for node in graph.nodes:
-        name = op_name(node)
-        ends = name.endswith("_") and not name.endswith("__")
-        position = _INPLACE_ARGUMENT.get(name)
-        inplace = position is not None and operand(node, position, "inplace") is True
-        if name in _IN_PLACE or ends or inplace or node.kwargs.get("inplace") is True:
-            target = operand(node, 0, "input", "self")
-            if isinstance(target, fx.Node):
-                yield node, target
-        out = node.kwargs.get("out")
-        if isinstance(out, fx.Node):
-            yield node, out
-
-
-def root_of(node: fx.Node) -> fx.Node:
-    """The value that a node may share memory with, through views and in-place ops."""
-    while True:
-        name = op_name(node)
-        source = operand(node, 0, "input", "self", "tensor")
-        in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-        if not isinstance(source, fx.Node) or not (name in _ALIASING or in_place):
-            return node
-        node = source

@@ -11,13 +11,13 @@ Stage:   Dynamo's graph, with dropout in. Casts of one value would otherwise par
 Needs:   nothing; the graph is not traced again. Dynamo's graph is nearly canonical as it stands,
          and tracing it once more (make_fx) would lose what later readers need: example values
          (DDP's splitter), sources of inputs, checkpointed bodies, autocast and grad-mode regions.
-Skips:   a value that is written in place, whose copy or view is then not the value itself.
+Skips:   a value that is written in place, whose copy or view is then not the value itself; a view
+         taken under no_grad of what carries a gradient: it cuts the graph.
 """
 
 from __future__ import annotations
 
 import operator
-from itertools import islice
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from xtrain import torch_compat
-from xtrain.passes.forms import erase_dead, replace
+from xtrain.passes.account import Account
 from xtrain.passes.fx_utils import (
     add_operands,
     called_bodies,
@@ -35,13 +35,11 @@ from xtrain.passes.fx_utils import (
     tensor_meta,
 )
 from xtrain.passes.match import (
-    Writes,
     cast_source,
     div_of,
     dtype_of,
     is_number,
     mul_of,
-    root_of,
     unary_of,
 )
 from xtrain.passes.result import PassResult
@@ -55,14 +53,13 @@ _MODEL = "L['_xtrain_model']"
 def normalise(graph: fx.Graph) -> PassResult:
     """Take out what hands a value on unchanged; each counts as matched and replaced."""
 
-    def take_out(node: fx.Node, writes: Writes) -> str | None:
-        if _adds_out_of_place(node):
+    def take_out(node: fx.Node, account: Account) -> str | None:
+        if _adds_out_of_place(node, account):
             return "taken out"
         source = unchanged(node)
         if source is None:
             return None
-        writes.refuse(source, node)
-        take_place(source, node)
+        account.settle({node: source})
         return "taken out"
 
     module = graph.owning_module
@@ -103,43 +100,45 @@ def _read_attributes(module: fx.GraphModule) -> int:
     return len(numbers)
 
 
-def take_place(source: fx.Node, node: fx.Node) -> None:
-    """Have source take node's place; what stood between goes if nothing else reads it."""
-    between = [n for n in node.all_input_nodes if n is not source]
-    replace(node, source)
-    for n in between:
-        erase_dead(n)
+def _adds_out_of_place(node: fx.Node, account: Account) -> bool:
+    """Turn an add in place into a plain one where nobody can see the difference.
 
-
-def _adds_out_of_place(node: fx.Node) -> bool:
-    """Turn an add in place into a plain one where nobody can see the difference."""
+    Under no_grad the target keeps the gradient that it carries, which a plain sum would not.
+    """
     if op_name(node) not in ("iadd", "add_") or operand(node, 2, "alpha", default=1) != 1:
         return False
     target, other = add_operands(node)
     before, after = tensor_meta(target), tensor_meta(node)
     if before is None or after is None or not isinstance(target, fx.Node):
         return False
-    owner = root_of(target)
+    owner = account.maker(target)
     added = tensor_meta(other)
     promoted = before.dtype if added is None else torch.promote_types(before.dtype, added.dtype)
     if owner.op not in ("call_function", "call_method") or called_bodies(owner):
         return False  # somebody else's memory
-    if promoted != after.dtype or _is_read_by_another_name(node, owner):
+    if promoted != after.dtype or _is_read_by_another_name(node, account):
+        return False
+    if not account.state(node).grad and account.carries(target):
         return False
     node.op, node.target = "call_function", operator.add
     node.args, node.kwargs = (target, other), {}
+    with torch.no_grad():
+        node.meta["example_value"] = after.clone()
+    account.forget(node)
     return True
 
 
-def _is_read_by_another_name(write: fx.Node, owner: fx.Node) -> bool:
-    """Whether a node behind a write reads the memory of `owner` other than through the write."""
-    through_write = {write}
-    for node in islice(write.graph.nodes, list(write.graph.nodes).index(write) + 1, None):
-        sources = [n for n in node.all_input_nodes if root_of(n) is owner]
+def _is_read_by_another_name(write: fx.Node, account: Account) -> bool:
+    """Whether a node behind a write reads the memory written other than through the write."""
+    memories, through_write = account.memories(write), {write}
+    node = write.next
+    while node.op != "root":
+        sources = [n for n in node.all_input_nodes if account.memories(n) & memories]
         if any(n not in through_write for n in sources):
             return True
-        if sources and root_of(node) is owner:
+        if sources and account.memories(node) & memories:
             through_write.add(node)
+        node = node.next
     return False
 
 

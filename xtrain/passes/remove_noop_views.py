@@ -10,8 +10,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from xtrain.passes.match import Writes, cast_source, dtype_of
-from xtrain.passes.normalise import take_place, unchanged
+from xtrain.passes.account import Account
+from xtrain.passes.match import cast_source, dtype_of
+from xtrain.passes.normalise import unchanged
 from xtrain.passes.result import PassResult
 from xtrain.passes.swap import swap_each
 
@@ -19,12 +20,11 @@ from xtrain.passes.swap import swap_each
 def remove_noop_views(graph: fx.Graph) -> PassResult:
     """Take out what hands a value on unchanged; each counts as matched and replaced."""
 
-    def take_out(node: fx.Node, writes: Writes) -> str | None:
+    def take_out(node: fx.Node, account: Account) -> str | None:
         source = unchanged(node) or _cast_back(node)
         if source is None:
             return None
-        writes.refuse(source, node)
-        take_place(source, node)
+        account.settle({node: source})
         return "taken out"
 
     result = swap_each(graph, take_out)

@@ -26,8 +26,8 @@ Post-dominance is not asked for: an auxiliary router loss bypasses the stream.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
@@ -35,21 +35,25 @@ from torch import fx
 from xtrain.passes import fx_utils
 from xtrain.passes.branch_kind import branch_kind
 from xtrain.passes.own_dropouts import own_dropout
-from xtrain.passes.roots import gated_roots, is_fresh, wholes
+from xtrain.passes.roots import gated_roots, is_fresh, mixed_streams, wholes
 from xtrain.passes.stacks import stack_summed_by
 from xtrain.passes.sum_readers import is_no_stream
-from xtrain.passes.sums import Blend, blend, held_operands, is_sum, sum_operands
+from xtrain.passes.sums import Blend, blend, held_operands, is_gathered, is_sum, sum_operands
 from xtrain.passes.values import (
     carried_chain,
     filled_buffer,
+    form_or_norm_of,
     is_active_dropout,
     is_models_dropout,
     is_parameter,
     is_table,
+    made_of_parameters,
     may_hold_floats,
     parameters_read_by,
     peel,
+    same_shape,
 )
+from xtrain.rng import CROSS_ATTENTION
 
 
 @dataclass(frozen=True)
@@ -63,9 +67,11 @@ class ResidualSite:
     own:       an active dropout that the model itself has on this branch, or None.
     shared:    active dropouts that the model has over a sum of branches, this one among them.
     path:      source name of the module whose code adds, "" for a frame's own code.
-    takers:    the nodes that take the branch: the add, and the difference of a blend h + c (x - h).
+    takers:    the nodes that take the branch: the add, the difference of a blend h + c (x - h), and
+               where one branch joins several sums (two streams, dense connections), each of them.
     witnesses: parameters that the branch multiplies by, nearest the add first: who owns them is
                who owns the site, also in a graph that several layers share.
+    origin:    source name of the module that computes the branch, "" where no parameter tells.
     """
 
     add: fx.Node
@@ -77,6 +83,7 @@ class ResidualSite:
     path: str
     takers: tuple[fx.Node, ...]
     witnesses: tuple[fx.Node, ...]
+    origin: str = ""
 
 
 def find_residual_sites(graph: fx.Graph, calls: Sequence[fx.Node] = ()) -> list[ResidualSite]:
@@ -130,7 +137,25 @@ class _Finder:
         for node in self.graph.nodes:
             if is_sum(node) and node not in inner and self._outer_add(node) is None:
                 sites.extend(self._sites_of(node))
-        return sites
+        return self._one_mask_a_branch(sites)
+
+    def _one_mask_a_branch(self, sites: list[ResidualSite]) -> list[ResidualSite]:
+        """Join the sites of a branch that several sums take, scaled or as it is."""
+        groups: dict[fx.Node, list[tuple[ResidualSite, fx.Node]]] = {}
+        for site in sites:
+            chain = _scaled_alone(site.branch)
+            value = chain[-1]
+            taker = site.takers[0] if len(chain) == 1 else chain[-2]
+            if len(site.takers) == 1 and site.own is None:
+                groups.setdefault(value, []).append((site, taker))
+        joined: dict[ResidualSite, ResidualSite | None] = {}
+        for value, members in groups.items():
+            if len({site.add for site, _ in members}) > 1:
+                first, *others = (site for site, _ in members)
+                takers = sorted({t for _, t in members}, key=self.order.__getitem__)
+                joined |= dict.fromkeys(others)
+                joined[first] = replace(first, branch=value, takers=tuple(takers))
+        return [kept for s in sites if (kept := joined.get(s, s)) is not None]
 
     def _find_blends(self) -> None:
         """Note where the operand that a blend takes twice is the branch: both must be dropped."""
@@ -155,8 +180,8 @@ class _Finder:
             return None
         if any(len(set(sum_operands(n))) == 1 for n in (node, users[0])):
             return None
-        if stack_summed_by(node) is not None:
-            return None  # what is stacked to be summed joins as one, scaled by its weights
+        if stack_summed_by(node) is not None or is_gathered(node):
+            return None  # what is stacked or gathered to be summed joins as one
         same_module = fx_utils.module_path(users[0]) == fx_utils.module_path(node)
         return users[0] if same_module else None
 
@@ -242,7 +267,13 @@ class _Finder:
 
     def _reach(self, root: fx.Node, last: int) -> dict[fx.Node, bool]:
         """Nodes up to position `last` that depend on root -> whether through a contraction."""
-        reached = {root: False} | self._reached_outside(root)
+        return self._reach_of([root], last)
+
+    def _reach_of(self, roots: Iterable[fx.Node], last: int) -> dict[fx.Node, bool]:
+        """The same of several values."""
+        reached: dict[fx.Node, bool] = {}
+        for root in roots:
+            reached |= {root: False} | self._reached_outside(root)
         pending = [*reached]
         while pending:
             node = pending.pop()
@@ -281,6 +312,10 @@ class _Finder:
         chain = carried_chain(node)
         members = set(chain).union(*(self.stream.get(link, ()) for link in chain))
         members |= self._carried_through_body(chain[-1])
+        if (mixed := mixed_streams(chain[-1])) is not None:
+            members |= self._carried(mixed)
+        if len(alone := held_operands(chain[-1])) == 1:  # a weighted sum over a stack of one
+            members |= self._carried(alone[0][1])
         if self.outer is not None and any(link in self.operands for link in members):
             members |= self._carried_into_body(members)
         return members
@@ -327,16 +362,21 @@ class _Finder:
         if self.outer is not None and root in self.operands:
             outside, reached_outside = self._between_outside(root, members)
             members, reached = [*members, *outside], {**reached_outside, **reached}
+        kind = branch_kind(members, reached)
+        if kind == CROSS_ATTENTION:  # keys of an earlier value of the stream are the stream's own
+            earlier = self._reach_of(self._carried(root), self.order[add])
+            kind = branch_kind(members, {**reached, **earlier})
         return ResidualSite(
             add=add,
             branch=branch,
             residual=residual,
-            kind=branch_kind(members, reached),
+            kind=kind,
             own=next(iter(shared), None) or own_dropout(branch, residual, self.adds),
             shared=tuple(shared),
             path=fx_utils.module_path(add),
             takers=(self.blends[add].inner, add) if add in self.blends else (add,),
             witnesses=tuple(parameters_read_by(members)),
+            origin=computing_module(members),
         )
 
     def _between(
@@ -372,6 +412,24 @@ class _Finder:
             if operand in reached and operand is not source:
                 found += self.outer._between(source, operand, reached)
         return list(dict.fromkeys(found)), reached
+
+
+def computing_module(members: list[fx.Node]) -> str:
+    """Return the module in which the part of a branch nearest its add reads a parameter."""
+    reading = (n for n in members if any(map(made_of_parameters, n.all_input_nodes)))
+    return fx_utils.module_path(node) if (node := next(reading, None)) is not None else ""
+
+
+def _scaled_alone(branch: fx.Node) -> list[fx.Node]:
+    """A branch, then what it is a scaled form of, as long as nobody else reads the forms."""
+    chain = [branch]
+    while len(chain[-1].users) == 1 and (inner := form_or_norm_of(chain[-1])) is not None:
+        if fx_utils.op_name(chain[-1]) not in fx_utils.MUL | fx_utils.DIV:
+            break
+        if not same_shape(inner, chain[-1]):
+            break
+        chain.append(inner)
+    return chain
 
 
 def _dropouts_over(link: fx.Node, top: fx.Node) -> list[fx.Node]:

@@ -3,17 +3,28 @@
 x * s + h                       x, scaled: as `peel` sees it
 (1 - g) * x + g * h             x, gated: a highway; both factors are candidates
 x * padding + h                 x, masked
+einsum("ij,jbtd->ibtd", a, x)   x, a stack of streams that coefficients mix
 a + f(b), a, b = x.chunk(2)     x, of which a is a part: a reversible block
 """
 
 from __future__ import annotations
 
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from xtrain.passes import fx_utils
-from xtrain.passes.values import BUFFERS, part_of, peel, same_shape
+from xtrain.passes.values import (
+    BUFFERS,
+    form_or_norm_of,
+    made_of_parameters,
+    part_of,
+    peel,
+    same_shape,
+)
 
 _MAX_GATES = 4
+_MAX_STREAMS = 16
+_MOVED = frozenset({"permute", "transpose", "movedim", "swapaxes", "contiguous", "clone"})
 
 
 def gated_roots(node: fx.Node) -> list[fx.Node]:
@@ -60,3 +71,47 @@ def wholes(node: fx.Node) -> list[fx.Node]:
 def is_fresh(node: fx.Node) -> bool:
     """Whether a value starts empty: the first state of a recurrence, a buffer."""
     return fx_utils.op_name(node) in BUFFERS
+
+
+def mixed_streams(node: fx.Node) -> fx.Node | None:
+    """The stack of streams that a product mixes by a small square of coefficients, or None.
+
+    H[n, B, T, D] -> sum_m a[m, n] H[m]: as many values as before, of streams that stand side by
+    side (AltUp, hyper-connections). Heads, whose tokens attention mixes, are cut from one stream.
+    """
+    result = fx_utils.tensor_meta(node)
+    if fx_utils.op_name(node) not in _PRODUCTS or result is None or result.ndim < 4:
+        return None
+    for value in node.all_input_nodes:
+        others = [n for n in node.all_input_nodes if n is not value]
+        given = fx_utils.tensor_meta(value)
+        if given is None or given.ndim != result.ndim or made_of_parameters(value):
+            continue
+        if len(others) == 1 and _is_small_square(others[0]) and _stands_side_by_side(value):
+            if statically_known_true(given.numel() == result.numel()):
+                return value
+    return None
+
+
+_PRODUCTS = frozenset({"einsum", "matmul", "bmm"})
+
+
+def _is_small_square(node: fx.Node) -> bool:
+    value = fx_utils.tensor_meta(node)
+    if value is None or value.ndim < 2:
+        return False
+    rows, columns = value.shape[-2:]
+    is_known = isinstance(rows, int) and isinstance(columns, int)
+    return is_known and rows == columns and rows <= _MAX_STREAMS
+
+
+def _stands_side_by_side(node: fx.Node) -> bool:
+    """Whether a value of four dims is no other view of one of fewer, nor a projection."""
+    value = node
+    while fx_utils.op_name(value) in _MOVED:
+        value = value.all_input_nodes[0]
+    if fx_utils.holds_contraction(value):
+        return False
+    inner = form_or_norm_of(value)
+    before, after = fx_utils.tensor_meta(inner), fx_utils.tensor_meta(value)
+    return inner is None or before is None or after is None or before.ndim == after.ndim

@@ -82,11 +82,11 @@ def _same_ndim(a: fx.Node, b: fx.Node) -> bool:
 
 
 def _is_stack(node: fx.Node) -> bool:
-    """Whether a node stacks two values or more, along a dim that they have not."""
+    """Whether a node stacks values along a dim that they have not."""
     if fx_utils.op_name(node) not in _STACKS:
         return False
     values = fx_utils.operand(node, 0, "tensors")
-    if not isinstance(values, list | tuple) or len(values) < 2:
+    if not isinstance(values, list | tuple) or not values:
         return False
     if fx_utils.op_name(node) == "stack":
         return all(isinstance(v, fx.Node) for v in values)

@@ -17,7 +17,7 @@ from torch import fx
 from xtrain.passes import fx_utils
 from xtrain.passes.own_dropouts import own_dropout
 from xtrain.passes.stacks import stack_summed_by, stacked_values
-from xtrain.passes.values import SUB, depends_on_contraction, same_shape
+from xtrain.passes.values import BUFFERS, SUB, depends_on_contraction, is_table, same_shape
 
 _LERP = frozenset({"lerp", "lerp_"})
 _ADDCMUL = frozenset({"addcmul", "addcmul_"})
@@ -93,6 +93,19 @@ def _scattered_pair(node: fx.Node, name: str) -> tuple[Any, ...]:
         return ()
     position, named = _SCATTERED[name]
     return fx_utils.operand(node, 0, "input", "self"), fx_utils.operand(node, position, named)
+
+
+def is_gathered(node: fx.Node) -> bool:
+    """Whether a node adds rows to a buffer that held no activation: messages, routed experts.
+
+    Such a sum is one value, not several addends: elements of several rows meet in one of it.
+    """
+    if fx_utils.op_name(node) not in _SCATTERED:
+        return False
+    base = fx_utils.operand(node, 0, "input", "self")
+    if not isinstance(base, fx.Node):
+        return False
+    return fx_utils.op_name(base) in BUFFERS or is_table(base) or is_gathered(base)
 
 
 def _product_operand(node: fx.Node, residual: fx.Node) -> fx.Node | None:

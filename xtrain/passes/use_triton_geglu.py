@@ -21,7 +21,7 @@ from torch import fx
 
 from xtrain.passes.forms import Forms
 from xtrain.passes.gated import Activation, swap_gated
-from xtrain.passes.gelu_patterns import nodes_between, spelt_out_gelu
+from xtrain.passes.gelu_patterns import spelt_out_gelu
 from xtrain.passes.match import unary_of
 from xtrain.passes.result import PassResult
 
@@ -35,8 +35,8 @@ def use_triton_geglu(
 
 def _gelu(node: Any) -> Activation | None:
     if (gate := unary_of(node, "gelu")) is not None:
-        return Activation(gate, [], {"approximate": node.kwargs.get("approximate", "none")})
+        return Activation(gate, {"approximate": node.kwargs.get("approximate", "none")})
     if (found := spelt_out_gelu(node)) is None:
         return None
     gate, approximate = found
-    return Activation(gate, nodes_between(node, gate), {"approximate": approximate})
+    return Activation(gate, {"approximate": approximate})

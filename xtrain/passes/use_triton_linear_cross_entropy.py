@@ -23,6 +23,7 @@ import torch
 from torch import fx
 
 from xtrain.ops import OPS
+from xtrain.passes.account import Account
 from xtrain.passes.forms import (
     Forms,
     check_same_form,
@@ -30,13 +31,11 @@ from xtrain.passes.forms import (
     emit_cast,
     emit_getitem,
     emit_op,
-    replace,
     values_of,
 )
 from xtrain.passes.fx_utils import op_name, operand, tensor_meta
 from xtrain.passes.match import (
     Refused,
-    Writes,
     cast_source,
     div_of,
     is_number,
@@ -72,15 +71,19 @@ def use_triton_linear_cross_entropy(
     """Swap heads with their losses in a graph and its bodies; logits: "keep" | "drop" outputs."""
     forms = Forms(kernels, backend)
 
-    def swap(node: fx.Node, writes: Writes) -> str | None:
+    def swap(node: fx.Node, account: Account) -> str | None:
         if op_name(node) not in ("cross_entropy", "cross_entropy_loss"):
             return None
         found = _head_of(operand(node, 0, "input", "self"))
         hidden, weight = _operands(found.head)
         targets, reduction = _arguments(node)
-        _check_readers(found, node, drop=logits == "drop")
-        writes.refuse(hidden, weight, targets)
-        return _swap(node, found, hidden, weight, targets, reduction, forms)
+        outputs = _outputs(found, node, drop=logits == "drop")
+        form, result = _emit(node, found, hidden, weight, targets, reduction, forms, account)
+        account.prove({node: result})
+        for output, dropped in outputs.items():
+            output.args = fx.node.map_arg(output.args, lambda n, d=dropped: None if n in d else n)  # type: ignore[misc]
+        account.settle({node: result})
+        return form
 
     return swap_each(graph, swap)
 
@@ -197,28 +200,26 @@ def _options(loss: fx.Node) -> tuple[Any, Any]:
     )
 
 
-def _check_readers(found: _Head, loss: fx.Node, *, drop: bool) -> None:
-    """Raise Refused unless the loss alone reads the logits, dropping them as an output if so told.
+def _outputs(found: _Head, loss: fx.Node, *, drop: bool) -> dict[fx.Node, set[fx.Node]]:
+    """Return the logits by the output that they are to be dropped from.
 
-    The output itself goes only once nothing else stands in the way.
+    Raises Refused unless the loss alone reads them otherwise.
     """
     values = [found.head, *found.chain]
-    outputs = []
+    outputs: dict[fx.Node, set[fx.Node]] = {}
     for value in values:
         for user in value.users:
             if user is loss or user in values:
                 continue
             if user.op != "output":
                 raise Refused("its logits have other readers than the loss")
-            outputs.append((user, value))
+            outputs.setdefault(user, set()).add(value)
     if outputs and not drop:
         raise Refused(IS_OUTPUT)
-    dropped = {value for _, value in outputs}
-    for output, _ in outputs:
-        output.args = fx.node.map_arg(output.args, lambda n: None if n in dropped else n)
+    return outputs
 
 
-def _swap(
+def _emit(
     loss: fx.Node,
     found: _Head,
     hidden: fx.Node,
@@ -226,13 +227,14 @@ def _swap(
     targets: fx.Node,
     reduction: str,
     forms: Forms,
-) -> str:
+    account: Account,
+) -> tuple[str, fx.Node]:
     graph, dtype = loss.graph, known_dtype(found.head)
     ignore_index, label_smoothing = _options(loss)
     with graph.inserting_before(loss):
         if op_name(found.head) != "linear":
             weight = emit(graph, torch.ops.aten.t.default, (weight,), loss)
-        needs_grad = torch.is_grad_enabled() and reduction != "none"
+        needs_grad = account.state(loss).grad and reduction != "none"
         needs = needs_grad, needs_grad and _requires_grad(weight)
         hidden, weight = (emit_cast(graph, x, dtype, loss) for x in (hidden, weight))
         if found.scale != 1.0:
@@ -244,8 +246,7 @@ def _swap(
         result = emit_getitem(graph, call, 0, loss)
         result = emit_cast(graph, result, known_dtype(loss), loss)
     check_same_form(result, loss)
-    replace(loss, result, [*found.chain, found.head])
-    return form
+    return form, result
 
 
 def _requires_grad(weight: fx.Node) -> bool:

@@ -17,7 +17,7 @@ Also:    where every reader of y rounds it (autocast), the op rounds as it store
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,18 +25,11 @@ from torch import fx
 
 from xtrain.ops import OPS
 from xtrain.ops.dropout import compute_dtype
-from xtrain.passes.forms import (
-    Forms,
-    check_same_form,
-    emit_cast,
-    emit_op,
-    replace,
-    values_of,
-)
+from xtrain.passes.account import Account
+from xtrain.passes.forms import Forms, check_same_form, emit_cast, emit_op, values_of
 from xtrain.passes.fx_utils import op_name, operand, tensor_meta
 from xtrain.passes.match import (
     Refused,
-    Writes,
     add_of,
     cast_source,
     div_of,
@@ -70,7 +63,6 @@ class Norm:
     cast: str
     last: fx.Node
     computes_in: torch.dtype | None = None  # cast x to it first: the op's own x.dtype rules y's
-    inner: list[Any] = field(default_factory=list)
 
 
 def use_triton_rms_norm(
@@ -79,17 +71,14 @@ def use_triton_rms_norm(
     """Swap the norms of a graph and of its bodies; the report says how many, how and why not."""
     forms = Forms(kernels, backend)
 
-    def swap(node: fx.Node, writes: Writes) -> str | None:
+    def swap(node: fx.Node, account: Account) -> str | None:
         norm = _match_call(node) if op_name(node) == "rms_norm" else _match_spelt_out(node)
-        if norm is None:
-            return None
-        writes.refuse(norm.x, norm.weight)
-        return _swap(norm, forms)
+        return None if norm is None else _swap(norm, forms, account)
 
     return swap_each(graph, swap)
 
 
-def _swap(norm: Norm, forms: Forms) -> str:
+def _swap(norm: Norm, forms: Forms, account: Account) -> str:
     graph, last = norm.last.graph, norm.last
     y_dtype = rounds_to(last) or known_dtype(last)
     with graph.inserting_before(last):
@@ -107,7 +96,7 @@ def _swap(norm: Norm, forms: Forms) -> str:
         opaque, form = forms.choose(OP, *values_of(call), cast=norm.cast)
         y = emit_op(graph, OP, (*call, norm.cast), last, opaque=opaque, **options)
     check_same_form(y, last, dtype=y_dtype)
-    replace(last, y, norm.inner)
+    account.settle({last: y})
     return form
 
 
@@ -155,7 +144,6 @@ def _match_call(node: fx.Node) -> Norm | None:
     if weight is None:
         norm = _scaled(node, unwidened(x) if c == dtype_of(x) else x)
         norm.eps = float(eps)
-        norm.inner.append(node)
         return norm
     if not _is_weight(weight, x):
         raise Refused(_NO_WEIGHT)
@@ -170,7 +158,7 @@ def _match_spelt_out(node: fx.Node) -> Norm | None:
     found = _normalised(node)
     if found is None:
         return None
-    c, eps, inner = found
+    c, eps = found
     x = unwidened(c)
     if _is_centred(x):
         raise Refused("it is a layer norm: the mean is taken off x")
@@ -178,12 +166,11 @@ def _match_spelt_out(node: fx.Node) -> Norm | None:
         raise Refused(f"x / rms is formed in {name_of(dtype_of(node))}")
     norm = _scaled(node, x)
     norm.eps = eps
-    norm.inner += [node, *inner, c]
     return norm
 
 
-def _normalised(node: fx.Node) -> tuple[fx.Node, float, list[Any]] | None:
-    """Return (c, eps, inner nodes) when a node is c / sqrt(mean(c^2) + eps), else None."""
+def _normalised(node: fx.Node) -> tuple[fx.Node, float] | None:
+    """Return (c, eps) when a node is c / sqrt(mean(c^2) + eps), else None."""
     pairs: list[tuple[Any, Any, Any]] = []  # value, what divides it squared, the node between
     if (factors := mul_of(node)) is not None:
         for value, rstd in (factors, factors[::-1]):
@@ -197,14 +184,14 @@ def _normalised(node: fx.Node) -> tuple[fx.Node, float, list[Any]] | None:
             continue
         if (statistics := _mean_square(under_root)) is None:
             continue
-        c, eps, inner = statistics
+        c, eps = statistics
         if uncast(value) is not uncast(c):
             return None  # a gate or a scale that divides one value by the rms of another
         if dtype_of(rstd) != compute_dtype(dtype_of(rstd) or torch.float32):
             raise Refused(f"1 / rms is rounded to {name_of(dtype_of(rstd))}")
         if dtype_of(value) not in (dtype_of(c), dtype_of(unwidened(c))):
             raise Refused("x is rounded between its mean square and its quotient")
-        return c, eps, [rstd, *rstd.all_input_nodes, *inner, value]
+        return c, eps
     return None
 
 
@@ -220,8 +207,8 @@ def _square_of_reciprocal(node: object) -> Any:
     return unary_of(root, "sqrt") if root is not None else None
 
 
-def _mean_square(node: fx.Node) -> tuple[fx.Node, float, list[Any]] | None:
-    """Return (c, eps, inner nodes) when a node is mean(c^2, -1, keepdim) + eps, else None."""
+def _mean_square(node: fx.Node) -> tuple[fx.Node, float] | None:
+    """Return (c, eps) when a node is mean(c^2, -1, keepdim) + eps, else None."""
     for mean, eps in _both_ways(add_of(node)):
         if unary_of(mean, "mean") is None or not is_number(eps):
             continue
@@ -238,7 +225,7 @@ def _mean_square(node: fx.Node) -> tuple[fx.Node, float, list[Any]] | None:
             raise Refused(f"the mean square is formed in {name_of(value.dtype)}")
         if operand(mean, 3, "dtype") not in (None, value.dtype):
             raise Refused("the mean square changes dtype as it is summed")
-        return c, float(eps), [node, mean, squared]
+        return c, float(eps)
     return None
 
 
@@ -267,7 +254,7 @@ def _scaled(n: fx.Node, x: fx.Node) -> Norm:
         last = scaled
         return Norm(x, None, 0.0, "llama", last, None if _same(last, x) else dtype_of(last))
     if rounded is not None:
-        return Norm(x, weight, 0.0, "llama", user, inner=[rounded])
+        return Norm(x, weight, 0.0, "llama", user)
     return _scaled_before_cast(n, x, weight, user)
 
 
@@ -277,10 +264,8 @@ def _same(a: fx.Node, b: fx.Node) -> bool:
 
 def _scaled_before_cast(n: fx.Node, x: fx.Node, weight: fx.Node, product: fx.Node) -> Norm:
     """The orders that multiply first: by 1 + w in fp32 ("gemma"), or by w itself."""
-    inner: list[Any] = [product]
     cast = "llama"
     if (one_plus := _one_plus(weight)) is not None:
-        inner += [weight, *weight.all_input_nodes]
         weight, cast = one_plus, "gemma"
         if not _is_weight(weight, x):
             raise Refused(_NO_WEIGHT)
@@ -290,7 +275,7 @@ def _scaled_before_cast(n: fx.Node, x: fx.Node, weight: fx.Node, product: fx.Nod
         last = user
     same = dtype_of(x) == dtype_of(n)
     fits = same if cast == "llama" else same or last is not product
-    return Norm(x, weight, 0.0, cast, last, None if fits else dtype_of(n), inner)
+    return Norm(x, weight, 0.0, cast, last, None if fits else dtype_of(n))
 
 
 def _one_plus(weight: fx.Node) -> fx.Node | None:

@@ -23,6 +23,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from xtrain.ops import OPS
 from xtrain.passes import fx_utils
+from xtrain.passes.account import Account, State, accounts_of
 from xtrain.passes.forms import (
     Forms,
     check_same_form,
@@ -30,12 +31,10 @@ from xtrain.passes.forms import (
     emit_cast,
     emit_getitem,
     emit_op,
-    erase_dead,
-    erase_unread,
     values_of,
 )
 from xtrain.passes.fx_utils import operand, tensor_meta
-from xtrain.passes.match import Refused, Writes, dtype_of, known_dtype, rounds_at_last_to, unary_of
+from xtrain.passes.match import Refused, dtype_of, known_dtype, rounds_at_last_to, unary_of
 from xtrain.passes.result import PassResult
 from xtrain.passes.rope_patterns import HALF, Turn, columns_come_in_pairs, match_turn
 from xtrain.passes.values import is_parameter
@@ -53,6 +52,7 @@ class _Ready:
 
     turn: Turn
     heads_first: bool
+    state: State
 
     def key(self) -> tuple[Any, ...]:
         """What queries and keys must share to turn in one call."""
@@ -62,7 +62,7 @@ class _Ready:
         T = value.shape[2 if self.heads_first else 1]
         form = (value.shape[0], T, value.shape[3], value.dtype, turn.width, dtype_of(turn.last))
         kind = turn.backwards, turn.whole_tables
-        return *tables, *kind, turn.layout, self.heads_first, *map(str, form)
+        return *tables, *kind, turn.layout, self.heads_first, self.state, *map(str, form)
 
 
 def use_triton_rope(
@@ -74,8 +74,8 @@ def use_triton_rope(
     module = graph.owning_module
     assert module is not None
     outer = fx_utils.operands_of_bodies(module)
-    for part in dict.fromkeys(fx_utils.walk_graphs(module)):
-        ready = _find(part.graph, outer, result)
+    for part, account in accounts_of(module):
+        ready = _find(part.graph, outer, account, result)
         while ready:
             first = ready.pop(0)
             partner = next((r for r in ready if r.key() == first.key()), None)
@@ -84,22 +84,22 @@ def use_triton_rope(
             if place is None:
                 pair, place = [first], first.turn.last
             ready = [r for r in ready if r not in pair]
-            known = set(part.graph.nodes)
             try:
-                form = _swap(pair, place, forms)
+                form = _swap(pair, place, forms, account)
             except Refused as refusal:
                 for _ in pair:
                     result.skip(str(refusal))
-                erase_unread([n for n in part.graph.nodes if n not in known])
+                account.erase_unknown()
                 continue
             result.num_replaced += len(pair)
             result.forms[form] = result.forms.get(form, 0) + len(pair)
     return result
 
 
-def _find(graph: fx.Graph, outer: Mapping[fx.Node, Any], result: PassResult) -> list[_Ready]:
+def _find(
+    graph: fx.Graph, outer: Mapping[fx.Node, Any], account: Account, result: PassResult
+) -> list[_Ready]:
     ready = []
-    writes = Writes(graph)
     for node in graph.nodes:
         if node.op not in ("call_function", "call_method"):
             continue
@@ -108,8 +108,7 @@ def _find(graph: fx.Graph, outer: Mapping[fx.Node, Any], result: PassResult) -> 
             continue
         result.num_matched += 1
         try:
-            writes.refuse(turn.x, turn.cos, turn.sin)
-            ready.append(_Ready(turn, _heads_first(turn)))
+            ready.append(_Ready(turn, _heads_first(turn), account.state(turn.last)))
             if turn.whole_tables:
                 _check_tables(turn, outer)
         except Refused as refusal:
@@ -175,7 +174,7 @@ def _place(pair: list[_Ready]) -> fx.Node | None:
     return None
 
 
-def _swap(pair: list[_Ready], place: fx.Node, forms: Forms) -> str:
+def _swap(pair: list[_Ready], place: fx.Node, forms: Forms, account: Account) -> str:
     graph, turn = place.graph, pair[0].turn
     with graph.inserting_before(place):
         cos, sin = (_table(t, pair[0], place) for t in (turn.cos, turn.sin))
@@ -196,9 +195,9 @@ def _swap(pair: list[_Ready], place: fx.Node, forms: Forms) -> str:
         results = [_output(r, result) for r, result in zip(pair, results, strict=True)]
     for r, result in zip(pair, results, strict=True):
         check_same_form(result, r.turn.last)
-    for r, result in zip(pair, results, strict=True):
-        r.turn.last.replace_all_uses_with(result)
-        erase_dead(r.turn.last)
+    replaced = {r.turn.last: result for r, result in zip(pair, results, strict=True)}
+    # One pair of tables serves both, whoever made the views of it that the second reads.
+    account.settle(replaced, constants=[t for r in pair for t in (r.turn.cos, r.turn.sin)])
     return form
 
 

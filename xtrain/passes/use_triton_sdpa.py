@@ -21,6 +21,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from xtrain.ops import OPS
 from xtrain.passes import fx_utils
+from xtrain.passes.account import Account
 from xtrain.passes.constant_masks import ConstantMasks, Meaning
 from xtrain.passes.forms import (
     Forms,
@@ -32,7 +33,7 @@ from xtrain.passes.forms import (
     values_of,
 )
 from xtrain.passes.fx_utils import op_name, operand, tensor_meta
-from xtrain.passes.match import Refused, Writes, is_number, known_dtype, unary_of
+from xtrain.passes.match import Refused, is_number, known_dtype, unary_of
 from xtrain.passes.result import PassResult
 from xtrain.passes.swap import swap_each
 
@@ -48,13 +49,13 @@ def use_triton_sdpa(
     assert module is not None
     masks = ConstantMasks(fx_utils.operands_of_bodies(module))
 
-    def swap(node: fx.Node, writes: Writes) -> str | None:
+    def swap(node: fx.Node, account: Account) -> str | None:
         if op_name(node) != "scaled_dot_product_attention":
             return None
         q, k, v = (operand(node, i, name) for i, name in enumerate(("query", "key", "value")))
         if any(tensor_meta(x) is None for x in (q, k, v, node)):
             return None
-        return _swap(node, (q, k, v), _meaning(node, masks), forms, writes)
+        return _swap(node, (q, k, v), _meaning(node, masks), forms, account)
 
     return swap_each(graph, swap)
 
@@ -87,12 +88,9 @@ def _swap(
     inputs: tuple[fx.Node, fx.Node, fx.Node],
     meaning: Meaning,
     forms: Forms,
-    writes: Writes,
+    account: Account,
 ) -> str:
-    """Put the op in the call's own place, where it reads q, k and v as the call does.
-
-    Writes into them need no look, but for heads that it reads before they are repeated.
-    """
+    """Put the op in the call's own place, where it reads q, k and v as the call does."""
     graph = node.graph
     q, k, v = inputs
     scale, dtype = operand(node, 6, "scale"), known_dtype(node)
@@ -102,7 +100,7 @@ def _swap(
         scale = _shape(q)[3] ** -0.5
     if not is_number(scale):
         raise Refused("its scale is no constant")
-    once = _unrepeated(k, writes), _unrepeated(v, writes)
+    once = _unrepeated(k, account), _unrepeated(v, account)
     if all(x is not None for x in once) and len({_shape(x)[1] for x in once}) == 1:
         k, v = once  # type: ignore[assignment]
     with graph.inserting_before(node):
@@ -117,8 +115,7 @@ def _swap(
         out = emit_getitem(graph, both, 0, node)
     check_same_form(out, node)
     sources = node.all_input_nodes
-    node.replace_all_uses_with(out)
-    graph.erase_node(node)
+    account.settle({node: out}, constants=[operand(node, 3, "attn_mask")])
     for source in sources:
         erase_dead(source)
     return form
@@ -130,13 +127,13 @@ def _shape(node: Any) -> torch.Size:
     return value.shape
 
 
-def _unrepeated(node: fx.Node, writes: Writes) -> fx.Node | None:
+def _unrepeated(node: fx.Node, account: Account) -> fx.Node | None:
     """Return k [B, M, S, H] for the [B, M * G, S, H] that repeats each of its heads G times.
 
     None too where an op may write into k behind the repeat, which has copied it.
     """
     once = _repeated_by(node)
-    return once if once is not None and writes.are_over(once) else None
+    return once if once is not None and account.are_over(once) else None
 
 
 def _repeated_by(node: fx.Node) -> fx.Node | None:

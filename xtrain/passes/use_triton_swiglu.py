@@ -32,9 +32,9 @@ def use_triton_swiglu(
 
 def _silu(node: Any) -> Activation | None:
     if (gate := unary_of(node, "silu", "swish")) is not None:
-        return Activation(gate, [])
+        return Activation(gate)
     factors = mul_of(node)
     for gate, sigmoid in () if factors is None else (factors, factors[::-1]):
         if isinstance(gate, fx.Node) and unary_of(sigmoid, "sigmoid") is gate:
-            return Activation(gate, [sigmoid])
+            return Activation(gate)
     return None

@@ -1,8 +1,9 @@
 """Every use of a torch internal, each with its reason and a contract test per torch version.
 
 By topic: lowering.py inside inductor, backends.py around it, failures.py for what they raise,
-dynamo.py in front of both, running.py for what is asked while a model runs. Nothing imports
-inductor before a compile does: `import xtrain.ops` stays as cheap as `import torch`.
+dynamo.py in front of both, running.py for what is asked while a model runs, transforms.py for vmap
+and forward mode. Nothing imports inductor before a compile does: `import xtrain.ops` stays as cheap
+as `import torch`.
 """
 
 from xtrain.torch_compat.backends import (
@@ -16,23 +17,30 @@ from xtrain.torch_compat.backends import (
     interpreting_backend,
 )
 from xtrain.torch_compat.dynamo import (
+    ENTER_AUTOCAST,
+    ENTER_INFERENCE_MODE,
+    SET_GRAD_ENABLED,
     argument_error,
     backend_cause,
     fresh_entry,
     graph_breaks,
     guarded_float,
+    holds,
     ignore_logging_calls,
     is_for_dynamo,
     is_graph_break,
     mark_dynamic,
+    memory_of,
     num_compiled_graphs,
     source_name,
     trace_config,
     trace_overrides,
 )
 from xtrain.torch_compat.failures import (
+    cause_of,
     forward_stack,
     frames,
+    is_missing_compiler,
     leaves_code_to_eager,
     noting_backward_errors,
 )
@@ -45,7 +53,9 @@ from xtrain.torch_compat.lowering import (
     says_opaque,
 )
 from xtrain.torch_compat.running import (
+    FunctionWatch,
     PlainDispatchMode,
+    RecordingMode,
     StorageRef,
     backward_keeps_graph,
     empty_strided,
@@ -54,23 +64,39 @@ from xtrain.torch_compat.running import (
     is_observed,
     kernel_starter,
     last_sequence_number,
+    num_writes,
     raw_stream,
     real_tensors,
     running_sequence_number,
+    unwatched,
+)
+from xtrain.torch_compat.transforms import (
+    autograd_kernel,
+    in_function_transform,
+    is_mapped_in_part,
+    is_transformed,
 )
 
 __all__ = [
+    "is_transformed",
+    "ENTER_AUTOCAST",
+    "ENTER_INFERENCE_MODE",
     "OPAQUE",
+    "FunctionWatch",
     "PlainDispatchMode",
+    "RecordingMode",
+    "SET_GRAD_ENABLED",
     "StorageRef",
     "active_ddp_module",
     "add_compile_cache_tag",
     "any_on_cuda",
     "argument_error",
+    "autograd_kernel",
     "backend_cause",
     "backward_keeps_graph",
     "cache_key_tag",
     "call_in_inductors_code",
+    "cause_of",
     "ddp_backend",
     "empty_strided",
     "fake_like_inputs",
@@ -81,20 +107,26 @@ __all__ = [
     "graph_breaks",
     "guarded_float",
     "has_triton",
+    "holds",
     "ignore_logging_calls",
     "in_backward",
+    "in_function_transform",
     "inner_backend",
     "interpreting_backend",
     "is_for_dynamo",
     "is_graph_break",
+    "is_mapped_in_part",
+    "is_missing_compiler",
     "is_observed",
     "kernel_starter",
     "last_sequence_number",
     "leaves_code_to_eager",
     "lower_by_decomposition",
     "mark_dynamic",
+    "memory_of",
     "noting_backward_errors",
     "num_compiled_graphs",
+    "num_writes",
     "position_of_opaque",
     "raw_stream",
     "real_tensors",
@@ -103,4 +135,5 @@ __all__ = [
     "source_name",
     "trace_config",
     "trace_overrides",
+    "unwatched",
 ]

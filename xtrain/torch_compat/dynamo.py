@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -66,14 +68,33 @@ def num_compiled_graphs() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def fresh_entry(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+def fresh_entry(
+    function: Callable[..., Any], name: str, model: torch.nn.Module | None = None
+) -> Callable[..., Any]:
     """Return a copy of function with a code object of its own.
 
     Dynamo keeps its compiled variants, and their recompile limit, per code object: with a shared
     one, the ninth compiled model of a process would silently fall back to eager.
+
+    Args:     function: one that reads no globals of its own.
+              model: whose code it calls. Dynamo imports the module of what it traces by name,
+              unless it is that of the function it began with.
     """
     code = function.__code__.replace(co_name=name, co_qualname=name)
-    return types.FunctionType(code, function.__globals__, name)
+    found = None if model is None else _not_importable(model)
+    return types.FunctionType(code, function.__globals__ if found is None else found, name)
+
+
+def _not_importable(model: torch.nn.Module) -> dict[str, Any] | None:
+    """The globals of a model's code that stands in sys.modules under no name, or another's."""
+    for kind in dict.fromkeys(map(type, model.modules())):
+        forward = inspect.unwrap(kind.forward)  # type: ignore[attr-defined]
+        found = getattr(forward, "__globals__", None)
+        if found is not None and "__name__" in found:
+            module = sys.modules.get(found["__name__"])
+            if module is None or vars(module) is not found:
+                return found
+    return None
 
 
 def source_name(node: torch.fx.Node) -> str:
@@ -156,3 +177,30 @@ def guarded_float(value: torch.SymFloat) -> float:
     """Return the number that a symbolic float stands for, guarding that it stays that number."""
     float(value)  # the guard; what it returns went through decimal digits
     return float(value.node.hint)
+
+
+def holds(comparison: bool | torch.SymBool) -> bool:
+    """Return whether sizes compare so, guarding it; False where they come from data."""
+    if isinstance(comparison, bool):
+        return comparison
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(comparison)
+
+
+# What Dynamo calls in a graph where code enters or leaves no_grad, enable_grad, set_grad_enabled;
+# where it enters autocast (device, dtype, enabled, ...) and inference_mode (whether it does).
+SET_GRAD_ENABLED = torch._C._set_grad_enabled
+ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
+ENTER_INFERENCE_MODE = torch.autograd.grad_mode._enter_inference_mode
+
+
+def memory_of(tensor: torch.Tensor) -> int | None:
+    """Return what names the memory of a tensor that is alive, fake or real; its views share it.
+
+    None for a tensor that shows none: one within a functorch transform, a sparse one.
+    """
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return None

@@ -20,6 +20,17 @@ def leaves_code_to_eager(error: BaseException) -> bool:
     return isinstance(error, torch._dynamo.exc.exceptions_allowed_to_be_fallback)
 
 
+def cause_of(error: BaseException) -> BaseException:
+    """Return what a failed compilation failed with, without the exceptions wrapped around it."""
+    inner = getattr(error, "inner_exception", None)
+    return cause_of(inner) if isinstance(inner, BaseException) else error
+
+
+def is_missing_compiler(error: BaseException) -> bool:
+    """Return whether inductor found no C++ compiler on this machine."""
+    return isinstance(error, torch._inductor.exc.InvalidCxxCompiler)
+
+
 @contextmanager
 def noting_backward_errors() -> Iterator[list[str]]:
     """Hand out a list that receives the forward's stack of each op whose backward fails to trace.

@@ -19,8 +19,11 @@ from xtrain.compiler import CompiledModel
 from xtrain.config import ConfigError, ModelSection, RunConfig
 from xtrain.config_fields import unknown
 from xtrain.data import Batches, Corpus, open_corpus
+from xtrain.metrics import check_fits
 
 VOCAB_MULTIPLE = 64  # rows of embedding and head: whole tiles for the matrix units
+WEIGHT_BYTES = 16  # a parameter in fp32 with its gradient and AdamW's two moments
+_SIZES = ("vocab_size", "dim", "n_layers", "n_heads", "head_dim", "ffn_hidden", "max_seq_len")
 
 
 def choose_device(name: str) -> tuple[str, bool]:
@@ -118,9 +121,46 @@ def model_config(config: RunConfig, vocab_size: int) -> models.Config:
         # the preset's is a limit on positions, which no weight depends on
         overrides.setdefault("max_seq_len", config.train.seq_len)
     try:
-        return models.Config.preset(section.preset, **overrides)
+        shape = models.Config.preset(section.preset, **overrides)
     except ValueError as error:
         raise ConfigError(f"model.{error}") from None
+    train = config.train
+    check_size(
+        shape,
+        config.run.device.replace("auto", "cpu"),
+        batch_size=train.batch_size,
+        micro_batch_size=train.micro_batch_size,
+        seq_len=train.seq_len,
+    )
+    return shape
+
+
+def check_size(
+    shape: models.Config,
+    device: str,
+    *,
+    batch_size: int | None,
+    micro_batch_size: int | None,
+    seq_len: int | None,
+) -> None:
+    """Refuse what could not be held even if nothing else were: before hours, or a machine's end.
+
+    Of the activations only the residual stream counts: all others may be computed in pieces.
+    Raises: ConfigError with the bytes that it would take.
+    """
+    tables = 4 * shape.max_seq_len * shape.head_dim  # cos and sin of rope
+    sizes = ", ".join(f"{name} {getattr(shape, name)}" for name in _SIZES)
+    parameters = shape.num_parameters()
+    check_fits(
+        WEIGHT_BYTES * parameters + tables,
+        f"the model with {sizes} has {parameters:,} parameters, whose training",
+        device,
+    )
+    if seq_len and batch_size and micro_batch_size:
+        tokens = 2 * 8 * batch_size * seq_len  # inputs and targets, int64
+        stream = 4 * micro_batch_size * seq_len * shape.dim
+        what = f"a step of batch size {batch_size} ({micro_batch_size} at once), {seq_len} tokens,"
+        check_fits(tokens + stream, what, device)
 
 
 def with_model(config: RunConfig, shape: models.Config) -> RunConfig:
@@ -144,6 +184,7 @@ def build_model(
         seed=config.train.seed,
         backend="inductor" if run.compile else "eager",
         kernels=run.kernels,
+        verify=run.verify,
         disable_passes=run.disable_passes,
         dump_graphs=run.dump_graphs or None,
     )

@@ -15,6 +15,8 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from xtrain.command_line import leave_stdout
+
 log = logging.getLogger(__name__)
 
 
@@ -26,8 +28,10 @@ class _Handler(logging.Handler):
             prefix = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
             tqdm.write(prefix + self.format(record), file=sys.stdout)
             sys.stdout.flush()
-        except BrokenPipeError:  # the reader, such as head, has left: train on in silence
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except OSError as error:  # the reader, such as head, has left: train on in silence
+            leave_stdout()
+            if not isinstance(error, BrokenPipeError):
+                print(f"warning: no more is shown on stdout: {error.strerror}", file=sys.stderr)
         except Exception:  # logging's own rule is not to raise
             self.handleError(record)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 from xtrain import checkpoint
 from xtrain.config import ConfigError, RunConfig
 from xtrain.data import Corpus
+from xtrain.strict_read import Check, check_fields, is_count, is_object, is_text
 from xtrain.training.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
@@ -17,6 +19,42 @@ _FREE_IN_MODEL = {"model.dropout", "model.recompute"}
 _FIXED = {"data.val_fraction", "train.seq_len", "train.batch_size", "train.seed"}
 # Said by the fingerprint of the data, or of no consequence for the numbers.
 _SILENT = {"data.paths", "data.cache_dir", "data.tokenizer", "run.name", "run.folder"}
+
+
+def _is_texts(value: Any) -> bool:
+    return is_object(value) and all(map(is_text, value.values()))
+
+
+# What a trainer has written into state.json, beside what every checkpoint has.
+STATE: dict[str, Check] = {
+    "model": is_object,
+    "config": is_object,
+    "data": is_object,
+    "aliases": _is_texts,
+}
+DATA: dict[str, Check] = {"fingerprint": is_text, "tokens": is_count}
+
+
+def newest_checkpoint(run: RunFolder, purpose: str) -> checkpoint.Checkpoint:
+    """Return a run's newest complete checkpoint; a warning names each damaged one after it.
+
+    purpose: "to resume from", say.
+    Raises:  ConfigError if there is none, CheckpointError if it is no trainer's.
+    """
+    path, passed_over = checkpoint.newest_complete(run.checkpoints)
+    if path is None:
+        reasons = "; ".join(passed_over) or "start a new run"
+        raise ConfigError(f"{run.path} has no complete checkpoint {purpose}; {reasons}")
+    for reason in passed_over:
+        log.warning("passed over the checkpoint %s; using %s", reason, path.name)
+    saved = checkpoint.read(path)
+    try:
+        check_fields(saved.state, STATE)
+        check_fields(saved.state["data"], DATA, "data.")
+        check_fields(saved.tensors, {"model": is_object, "optimizer": is_object, "rng": is_object})
+    except ValueError as error:
+        raise checkpoint.CheckpointError(f"{path} is damaged: {error}") from None
+    return saved
 
 
 @dataclass(frozen=True)
@@ -32,15 +70,10 @@ class ResumePoint:
 
         Raises: ConfigError if there is none.
         """
-        path, passed_over = checkpoint.newest_complete(run.checkpoints)
-        for reason in passed_over:
-            log.warning("passed over the checkpoint %s", reason)
-        if path is None:
-            raise ConfigError(
-                f"{run.path} has no complete checkpoint to resume from; start a new run, or "
-                "delete the folder to use its name again"
-            )
-        return cls(run, checkpoint.read(path))
+        saved = newest_checkpoint(run, "to resume from")
+        for _ in run.read_metrics():  # a damaged file is refused before anything is written
+            pass
+        return cls(run, saved)
 
     def check_config(self, config: RunConfig) -> None:
         """Refuse what a checkpoint cannot be continued with; say what else has changed.

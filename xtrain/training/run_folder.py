@@ -16,6 +16,16 @@ from typing import Any, TextIO
 
 from xtrain import checkpoint
 from xtrain.config import ConfigError, RunConfig
+from xtrain.strict_read import (
+    Check,
+    check_fields,
+    file_bytes,
+    is_count,
+    is_object,
+    json_value,
+    shown,
+    why,
+)
 
 
 class RunFolder:
@@ -47,16 +57,26 @@ class RunFolder:
         _replace_text(self.config, text)
 
     def read_metrics(self) -> Iterator[dict[str, Any]]:
-        """Yield the records of metrics.jsonl; a last line that a kill cut short is left out."""
-        if not self.metrics.exists():
+        """Yield the records of metrics.jsonl; a last line that a kill cut short is left out.
+
+        Raises: ConfigError for a file or a line that is something else.
+        """
+        try:
+            *lines, _ = file_bytes(self.metrics).split(b"\n")
+        except FileNotFoundError:
             return
-        for line in self.metrics.read_text(encoding="utf-8").splitlines():
+        except OSError as error:
+            raise ConfigError(f"cannot read {self.metrics}: {why(error)}") from None
+        for number, line in enumerate(lines, start=1):
             try:
-                record = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            if isinstance(record, dict) and "step" in record:
-                yield record
+                record = json_value(line)
+                check_fields(_ABSENT | record if is_object(record) else record, RECORD)
+            except ValueError as error:
+                raise ConfigError(
+                    f"{self.metrics}: line {number} is no record of a step ({why(error)}); take "
+                    "the line out, or move the file away to go on without the records in it"
+                ) from None
+            yield record
 
     def open_metrics(self, first_step: int) -> TextIO:
         """Open metrics.jsonl for the records of first_step and later, dropping any it has."""
@@ -64,6 +84,15 @@ class RunFolder:
         _replace_text(self.metrics, "".join(metrics_line(record) for record in kept))
         # line-buffered: a reader sees every finished step, a kill loses none
         return self.metrics.open("a", buffering=1, encoding="utf-8")
+
+
+def _is_loss(value: Any) -> bool:
+    return value is None or type(value) in (int, float)
+
+
+# What readers of a record rely on; not every step has a loss of the validation, for one.
+_ABSENT = {"loss": None, "val_loss": None}
+RECORD: dict[str, Check] = {"step": is_count, "loss": _is_loss, "val_loss": _is_loss}
 
 
 def metrics_line(record: Mapping[str, Any]) -> str:
@@ -101,17 +130,18 @@ def create(folder: Path, name: str, preset: str) -> RunFolder:
             number += 1
 
 
-def find(folder: Path, which: str) -> RunFolder:
-    """Return the run to resume.
+def find(folder: Path, which: str, flag: str = "--resume") -> RunFolder:
+    """Return the run that a flag names.
 
     Args:   which: a name within folder, the path of a run, or empty: the run in folder whose
             checkpoint is the newest.
+            flag: as errors call it.
     Raises: ConfigError if there is none; the message names what is there.
     """
     runs = {path.name: RunFolder(path) for path in _runs(folder)}
     if not which:
         if not runs:
-            raise ConfigError(f"--resume found no run in {folder}; name one by --resume PATH")
+            raise ConfigError(f"{flag} found no run in {folder}; name one by {flag} PATH")
         return max(runs.values(), key=_last_change)
     if which in runs:
         return runs[which]
@@ -119,17 +149,20 @@ def find(folder: Path, which: str) -> RunFolder:
         return RunFolder(Path(which))
     close = difflib.get_close_matches(which, runs, n=3) or sorted(runs)[:5]
     advice = f"did you mean {' or '.join(close)}?" if close else "there are none"
-    raise ConfigError(f"--resume found no run {which!r} in {folder} and no such path; {advice}")
+    raise ConfigError(f"{flag} found no run {shown(which)} in {folder} and no such path; {advice}")
 
 
 def _make(path: Path) -> RunFolder:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:  # a file of that name, for one
+        raise ConfigError(f"cannot make the folder of runs {path.parent}: {why(error)}") from None
+    try:
         path.mkdir()
     except FileExistsError:
         raise
     except OSError as error:
-        raise ConfigError(f"cannot make the run's folder {path}: {error.strerror}") from None
+        raise ConfigError(f"cannot make the run's folder {path}: {why(error)}") from None
     return RunFolder(path)
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import errno
 import logging
+import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from xtrain.config import RunConfig
+from xtrain.command_line import DISK_ERRORS
+from xtrain.config import ConfigError, RunConfig
+from xtrain.data import Tokenizer
 from xtrain.generate import generate
 from xtrain.metrics import format_mfu
+from xtrain.strict_read import shown
 from xtrain.training import build, run_folder
 from xtrain.training.plot import plot_losses
 from xtrain.training.resolve import resolve
@@ -24,7 +27,6 @@ from xtrain.training.update import TrainingError
 log = logging.getLogger(__name__)
 
 PROMPT_TOKENS = 32  # from the data, where the user names no prompt
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
 def train(config: RunConfig, resume: ResumePoint | None = None) -> int:
@@ -37,22 +39,20 @@ def train(config: RunConfig, resume: ResumePoint | None = None) -> int:
     config = resolve(config, device=device, bf16=bf16)
     build.set_deterministic(bool(config.run.deterministic), device)
     versions = build.versions(device)
-    log.info("%s", "  ".join(f"{name} {version}" for name, version in versions.items()))
+    said = ["  ".join(f"{name} {version}" for name, version in versions.items())]
     if auto:
-        log.info(
-            "device %s: preset %s, %s (choose by --device, --preset, --set run.dtype=...)",
-            device,
-            config.model.preset,
-            config.run.dtype,
+        said.append(
+            f"device {device}: preset {config.model.preset}, {config.run.dtype} (choose by "
+            "--device, --preset, --set run.dtype=...)"
         )
     if resume is not None:
         with _disk_errors(resume.run):
-            trainer = _build(config, resume.run, versions, resume)
+            trainer = _build(config, resume.run, versions, said, resume)
         return _train(trainer)
     run = run_folder.create(Path(config.run.folder), config.run.name, config.model.preset)
     try:
         with _disk_errors(run):
-            trainer = _build(config, run, versions, None)
+            trainer = _build(config, run, versions, said, None)
     except BaseException:
         run.remove_if_unused()  # its name stays free
         raise
@@ -60,23 +60,37 @@ def train(config: RunConfig, resume: ResumePoint | None = None) -> int:
 
 
 def _build(
-    config: RunConfig, run: RunFolder, versions: dict[str, str], resume: ResumePoint | None
+    config: RunConfig,
+    run: RunFolder,
+    versions: dict[str, str],
+    said: Sequence[str],
+    resume: ResumePoint | None,
 ) -> Trainer:
-    """Open the data, build everything on them, and leave config.toml and tokenizer.json."""
+    """Open the data, build everything on them, and leave config.toml and tokenizer.json.
+
+    said: lines about the run. Nothing is said before the data are read: what is wrong with them
+    would stand below a page of configuration.
+    """
     # Before the data, whose first reading can take long; only the vocabulary is still theirs.
     build.check_pass_names(config.run.disable_passes)
+    if config.run.dump_graphs:  # else it fails when it is first needed, in the first step
+        Path(config.run.dump_graphs).mkdir(parents=True, exist_ok=True)
     early = build.with_model(config, build.model_config(config, vocab_size=1))
     if resume is not None:
         resume.check_config(early)
-    _log_config(early.override({"run.name": run.name, "model.vocab_size": config.model.vocab_size}))
+    asked = config.model.vocab_size
     corpus, batches, validation = build.open_data(config)
     if resume is not None:
         resume.check_data(corpus)
-    log.info("data: %s", corpus.description)
-    log.info("training on %s", batches.description)
     shape = build.model_config(config, corpus.vocab_size)
     corpus.check_vocab(shape.vocab_size, "model.vocab_size")
+    _check_sample_prompt(config, corpus.tokenizer, shape.vocab_size)
     config = build.with_model(config, shape).override({"run.name": run.name})
+    for line in said:
+        log.info("%s", line)
+    _log_config(early.override({"run.name": run.name, "model.vocab_size": asked}))
+    log.info("data: %s", corpus.description)
+    log.info("training on %s", batches.description)
     model, compiled = build.build_model(config, shape)
     log.info(
         "model: %s, %s parameters, vocabulary %d (tokenizer %s: %d)",
@@ -115,6 +129,18 @@ def _train(trainer: Trainer) -> int:
     _log_sample(trainer, "after training")
     _log_end(trainer, time.perf_counter() - started)
     return 0
+
+
+def _check_sample_prompt(config: RunConfig, tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Refuse a prompt of the text samples that the tokenizer or the model cannot take."""
+    text = config.train.sample_prompt
+    if text and config.train.sample_tokens:
+        ids = tokenizer.encode(text)
+        if not ids or max(ids) >= vocab_size:
+            raise ConfigError(
+                f"train.sample_prompt {shown(text)} gives the ids {shown(ids)}; at least one is "
+                f"needed, all below model.vocab_size {vocab_size}"
+            )
 
 
 @contextmanager
@@ -166,18 +192,25 @@ def _log_sample(trainer: Trainer, when: str) -> None:
     else:
         source = parts.validation or parts.batches
         prompt = [int(token) for token in source.tokens[:PROMPT_TOKENS]]
-    with trainer.autocast():
-        ids = generate(
-            parts.model,
-            prompt,
-            num_tokens=train.sample_tokens,
-            vocab_size=tokenizer.vocab_size,
-            temperature=train.sample_temperature,
-            top_k=train.sample_top_k,
-            seed=train.seed,
-            eos_id=tokenizer.eos_id,
-        )
-    text = _printable(tokenizer.decode(prompt)) + " >>> " + _printable(tokenizer.decode(ids))
+    try:
+        with trainer.autocast():
+            ids = generate(
+                parts.model,
+                prompt,
+                num_tokens=train.sample_tokens,
+                vocab_size=tokenizer.vocab_size,
+                temperature=train.sample_temperature,
+                top_k=train.sample_top_k,
+                seed=train.seed,
+                eos_id=tokenizer.eos_id,
+            )
+    except FloatingPointError as error:  # the last update, whose effect no step has seen
+        log.warning("no text %s: %s", when, error)
+        return
+    # of all ids together, as the space before a token, or half a character, may need both sides
+    whole = tokenizer.decode(prompt + ids)
+    start = len(os.path.commonprefix([tokenizer.decode(prompt), whole]))
+    text = f"{_printable(whole[:start])} >>> {_printable(whole[start:])}"
     indented = "\n".join(f"  | {line}" for line in text.splitlines())
     log.info("text %s, prompt >>> sampled:\n%s", when, indented)
 
@@ -208,7 +241,7 @@ def _how_to_resume(trainer: Trainer) -> str:
 def _log_end(trainer: Trainer, seconds: float) -> None:
     run, meter = trainer.parts.run, trainer.meter
     records = list(run.read_metrics())
-    losses = [record["loss"] for record in records if record["loss"] is not None]
+    losses = [record["loss"] for record in records if record.get("loss") is not None]
     validation = [record["val_loss"] for record in records if record.get("val_loss") is not None]
     lines = [
         f"done: step {trainer.steps}, {trainer.num_tokens:,} tokens, {seconds:.0f} s of which the "

@@ -85,8 +85,13 @@ class Trainer:
     def restore(self, saved: checkpoint.Checkpoint) -> None:
         """Continue from a checkpoint: weights, moments, generators, position."""
         load_model_tensors(self.parts.model, saved.tensors["model"], saved.state["aliases"])
-        load_named_state(self.optimizer, self.names, saved.tensors["optimizer"])
-        build.restore_rng(saved.tensors["rng"], self.device)
+        try:
+            load_named_state(self.optimizer, self.names, saved.tensors["optimizer"])
+            build.restore_rng(saved.tensors["rng"], self.device)
+        except (KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise checkpoint.CheckpointError(
+                f"{saved.path} is damaged: its optimiser or generators cannot be restored ({error})"
+            ) from error
         self.first_step = self.saved_step = saved.step
         self.num_tokens = saved.state["data"]["tokens"]
 

@@ -1,0 +1,464 @@
+"""Every sum that could carry a stream: dropped as the oracle has it, left by a rule, or refused.
+
+One model for each kind that a list of known spellings once lost without a word, or refused although
+all of it was plain.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from branch_oracle import (
+    SEED,
+    Block,
+    D,
+    Oracle,
+    P,
+    Stack,
+    both,
+    drop,
+    hold,
+    layers_of_blocks,
+    made,
+    marking,
+    x,
+)
+from residual_grammar import Form, Step, model_class
+from torch import nn
+
+import xtrain
+from xtrain.compiler import SiteError
+
+ATTENTION = Step(branch="attention")
+
+
+# --- one form among plain ones -------------------------------------------------------------------
+
+FORMS = {
+    "film": Step(around="film"),
+    "a gate on the sum": Step(around="gate"),
+    "gru": Step(branch="gru"),
+    "a library op": Step(branch="library op"),
+    "the add in a library op": Step(sum="library op"),
+    "the add in an autograd.Function": Step(sum="autograd.Function"),
+    "a pooled branch": Step(branch="pooled"),
+    "a projected skip": Step(skip="projected"),
+    "a pooled skip": Step(skip="pooled"),
+    "a spectrum": Step(branch="spectrum"),
+    "a complex skip": Step(skip="complex"),
+    "flip": Step(skip="flip"),
+    "turned": Step(skip="turned"),
+    "softmax": Step(skip="softmax"),
+    "clamp": Step(skip="clamp"),
+    "affine": Step(skip="affine"),
+    "unbind": Step(sum="stack.unbind"),
+    "cumsum": Step(sum="stack.cumsum"),
+}
+
+
+def inputs_of_a_form():
+    return torch.arange(8).view(2, 4), x(4), x(5)
+
+
+@both
+@pytest.mark.parametrize("name", FORMS)
+def test_a_second_site_is_dropped_or_refused(name, compile_it):
+    hold(
+        model_class(Form((ATTENTION, FORMS[name]))),
+        compile_it,
+        inputs=inputs_of_a_form(),
+        must_run=False,
+    )
+
+
+@both
+@pytest.mark.parametrize("branch", ["messages by index_add", "messages by scatter_add"])
+def test_messages_are_dropped_once_they_are_summed(branch, compile_it):
+    """One mask on the sum that joins the stream, however many messages an element takes."""
+    form = Form((ATTENTION, Step(branch=branch)))
+    hold(model_class(form), compile_it, inputs=inputs_of_a_form())
+
+
+@both
+def test_blocks_may_differ_in_their_sites(compile_it):
+    form = Form((ATTENTION, Step()), in_last_only=True)
+    hold(model_class(form), compile_it, inputs=inputs_of_a_form())
+
+
+class ComplexStream(nn.Module):
+    """z = x + ix; z + (f + if); what goes on is the real part."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(ComplexBlock() for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class ComplexBlock(Block):
+    def forward(self, x):
+        x = x + drop(self.attention(self.norm(x)), self, "attention")
+        f = drop(self.mlp(self.norm2(x)), self)
+        return (torch.complex(x, x) + torch.complex(f, f)).real
+
+
+@both
+def test_a_sum_of_complex_values(compile_it):
+    hold(ComplexStream, compile_it, must_run=False)
+
+
+# --- code that no graph holds --------------------------------------------------------------------
+
+
+def names_code(error, function, cause):
+    """The refusal names a function, one of its lines, and why no graph holds it."""
+    text = str(error)
+    function = inspect.unwrap(function)
+    lines, first = inspect.getsourcelines(function)
+    file = function.__code__.co_filename.rpartition("/")[2]
+    named = [int(n) for n in re.findall(rf"{re.escape(file)}:(\d+)", text)]
+    assert any(first <= line < first + len(lines) for line in named), (first, text)
+    assert function.__name__ in text and re.search(cause, text), text
+
+
+class Mlp(Block):
+    def forward(self, x):
+        return self.mlp(self.norm(x))
+
+
+class PrintingLoop(nn.Module):
+    """An encoder of plain blocks; the decoder's adds stand in a loop that a print breaks."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.ModuleList(Block() for _ in range(2))
+        self.decoder = nn.ModuleList(Mlp() for _ in range(2))
+
+    def forward(self, x):
+        for block in self.encoder:
+            x = block(x)
+        for block in self.decoder:
+            x = x + drop(block(x), block)
+            if x.abs().max() > 1e9:
+                print("overflow")
+        return x
+
+
+def of_both_lists(model):
+    return {block: layer for layer, block in enumerate([*model.encoder, *model.decoder])}
+
+
+@both
+def test_a_loop_left_to_eager_by_a_print_is_named(compile_it):
+    error = hold(PrintingLoop, compile_it, layers=of_both_lists, must_run=False)
+    if error is not None:
+        names_code(error, PrintingLoop.forward, r"break|print|eager|outside")
+
+
+class DisabledBlock(Block):
+    @torch.compiler.disable
+    def forward(self, x):
+        return x + drop(self.mlp(self.norm(x)), self)
+
+
+class DisabledStep(Block):
+    def forward(self, x):
+        x = x + drop(self.attention(self.norm(x)), self, "attention")
+        return self.step(x)
+
+    @torch.compiler.disable(recursive=False)
+    def step(self, x):
+        return x + drop(self.mlp(self.norm2(x)), self)
+
+
+class Hybrid(nn.Module):
+    def __init__(self, second):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), second(), Block(), second()])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@both
+def test_a_block_kept_from_the_compiler_is_named(compile_it):
+    error = hold(Hybrid, compile_it, DisabledBlock, must_run=False)
+    assert error is not None
+    names_code(error, DisabledBlock.forward, "compiler.disable")
+
+
+@both
+def test_a_method_kept_from_the_compiler_is_named(compile_it):
+    error = hold(Hybrid, compile_it, DisabledStep, must_run=False)
+    if error is not None:
+        names_code(error, DisabledStep.step, "compiler.disable")
+
+
+SEEN = []
+
+
+@torch.compiler.disable
+def log(value):
+    SEEN.append(value.detach().mean().item())
+
+
+class Logging(Block):
+    def forward(self, x):
+        x = super().forward(x)
+        log(x)
+        return x
+
+
+@both
+def test_code_outside_graphs_that_adds_nothing_is_no_fault(compile_it):
+    hold(Stack, compile_it, Logging)
+
+
+class StepInFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, up, down):
+        ctx.save_for_backward(x, up, down)
+        return x + F.linear(F.linear(x, up), down)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, up, down = ctx.saved_tensors
+        flat, rows = grad.flatten(0, 1), x.flatten(0, 1)
+        return grad + grad @ down @ up, down.T @ flat.T @ rows, flat.T @ F.linear(rows, up)
+
+
+class InFunction(Block):
+    def forward(self, x):
+        x = x + drop(self.attention(self.norm(x)), self, "attention")
+        if marking():
+            return x + drop(F.linear(F.linear(x, self.up.weight), self.down.weight), self)
+        return StepInFunction.apply(x, self.up.weight, self.down.weight)
+
+
+@torch.library.custom_op("test_account::step", mutates_args=())
+def step_in_op(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    return x + F.linear(F.linear(x, up), down)
+
+
+step_in_op.register_fake(lambda x, up, down: torch.empty_like(x))
+step_in_op.register_autograd(
+    lambda ctx, grad: StepInFunction.backward(ctx, grad),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+class InOp(InFunction):
+    def forward(self, x):
+        if marking():
+            return super().forward(x)
+        x = x + self.attention(self.norm(x))
+        return step_in_op(x, self.up.weight, self.down.weight)
+
+
+@both
+@pytest.mark.parametrize("block", [InFunction, InOp])
+def test_a_whole_step_in_an_opaque_body(block, compile_it):
+    hold(Stack, compile_it, block, must_run=False)
+
+
+class Refined(Stack):
+    """A last step in the model's own forward, outside the blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(D), nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x):
+        x = super().forward(x)
+        return x + drop(self.down(F.gelu(self.up(self.norm(x)))), self)
+
+
+def test_a_step_outside_the_blocks():
+    """In the whole it is a site; block by block no graph holds it."""
+    hold(Refined, xtrain.compile)
+    error = hold(Refined, xtrain.compile_blocks, must_run=False)
+    if error is not None:
+        names_code(error, Refined.forward, "block")
+
+
+class TorchLayer(nn.TransformerEncoderLayer):
+    """torch's own layer, with its dropouts at 0."""
+
+    def __init__(self):
+        super().__init__(D, 2, 2 * D, dropout=0.0, batch_first=True, norm_first=True)
+
+    def forward(self, x):
+        if not marking():
+            return super().forward(x)
+        x = x + drop(self._sa_block(self.norm1(x), None, None), self, "attention")
+        return x + drop(self._ff_block(self.norm2(x)), self)
+
+
+@both
+def test_torchs_own_layer(compile_it):
+    hold(Stack, compile_it, TorchLayer)
+
+
+class Residual(nn.Module):
+    """The add in a wrapper around any module."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(D), inner
+
+    def forward(self, x, block):
+        return x + drop(self.inner(self.norm(x)), block)
+
+
+class Wrapped(Block):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Residual(nn.Linear(D, D)), Residual(nn.Linear(D, D))
+
+    def forward(self, x):
+        return self.second(self.first(x, self), self)
+
+
+class Hooked(Block):
+    """A hook of the user's adds what a module was given to what it returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.mixed = nn.Linear(D, D)
+        self.mixed.register_forward_hook(lambda _, given, made: given[0] + drop(made, self))
+
+    def forward(self, x):
+        return self.mixed(x + drop(self.attention(self.norm(x)), self, "attention"))
+
+
+class Conditional(Block):
+    """torch.cond, one of whose bodies holds the add."""
+
+    def forward(self, x):
+        x = x + drop(self.attention(self.norm(x)), self, "attention")
+        if marking():
+            return x + drop(self.mlp(x), self)
+        return torch.cond(x.sum() > -1e9, lambda x: x + self.mlp(x), lambda x: x * 1.0, (x,))
+
+
+class Vmapped(Block):
+    """The step is written for one sample."""
+
+    def forward(self, x):
+        x = x + drop(self.attention(self.norm(x)), self, "attention")
+        if marking():
+            return x + drop(self.mlp(x), self)
+        return torch.vmap(lambda x: x + self.mlp(x))(x)
+
+
+@both
+@pytest.mark.parametrize("block", [Wrapped, Hooked])
+def test_an_add_in_another_module_or_in_a_hook(block, compile_it):
+    hold(Stack, compile_it, block)
+
+
+@both
+@pytest.mark.parametrize("block", [Conditional, Vmapped])
+def test_an_add_in_the_body_of_a_higher_order_op(block, compile_it):
+    hold(Stack, compile_it, block, must_run=False)
+
+
+# --- branches that are added elsewhere -----------------------------------------------------------
+
+
+class Handing(Block):
+    """mamba_ssm: a block is handed the last branch and the stream, and hands on its own branch."""
+
+    def forward(self, hidden, residual):
+        residual = hidden if residual is None else hidden + residual
+        return drop(self.mlp(self.norm(residual)), self), residual
+
+
+class HandingTwice(Block):
+    """flash-attn: two adds a block, the first of them of the block before."""
+
+    def forward(self, hidden, residual):
+        residual = hidden if residual is None else hidden + residual
+        hidden = drop(self.attention(self.norm(residual)), self, "attention")
+        residual = hidden + residual
+        return drop(self.mlp(self.norm2(residual)), self), residual
+
+
+class HandingWide(HandingTwice):
+    """The stream is kept in another dtype than the branches."""
+
+    def forward(self, hidden, residual):
+        residual = hidden.double() if residual is None else hidden + residual
+        hidden = drop(self.attention(self.norm(residual.float())), self, "attention")
+        residual = hidden + residual
+        return drop(self.mlp(self.norm2(residual.float())), self), residual
+
+
+class Handed(nn.Module):
+    def __init__(self, block, depth=3):
+        super().__init__()
+        self.blocks, self.norm = nn.ModuleList(block() for _ in range(depth)), nn.LayerNorm(D)
+
+    def forward(self, x):
+        hidden, residual = x, None
+        for block in self.blocks:
+            hidden, residual = block(hidden, residual)
+        return self.norm((hidden + residual).float())
+
+
+class LinearHanding(Handing):
+    """The branch is one op, an attention as opaque kernels have it."""
+
+    def forward(self, hidden, residual):
+        residual = hidden if residual is None else hidden + residual
+        return drop(self.attention(self.norm(residual)), self, "attention"), residual
+
+
+@pytest.mark.parametrize("block", [Handing, LinearHanding, HandingTwice, HandingWide])
+def test_a_branch_that_the_next_block_adds(block):
+    """Its site is named after the block whose branch it is."""
+    hold(Handed, xtrain.compile, block)
+
+
+@pytest.mark.parametrize("block", [Handing, LinearHanding])
+def test_a_branch_that_the_next_block_adds_by_blocks(block):
+    """The model's own forward adds the last branch."""
+    hold(Handed, xtrain.compile_blocks, block, must_run=False)
+
+
+@pytest.mark.parametrize("block", [HandingTwice, HandingWide])
+def test_two_adds_a_block_run_whole_and_are_refused_by_blocks(block):
+    """One block's graph does not show that what another hands it is a branch: never silent."""
+    hold(Handed, xtrain.compile, block)
+    error = hold(Handed, xtrain.compile_blocks, block, must_run=False)
+    assert "branch and a stream from different graphs" in str(error)
+    assert "use xtrain.compile" in str(error)
+
+
+def test_sites_are_named_after_the_branchs_block():
+    compiled = xtrain.compile(made(Handed, Handing)(), dropout=P, seed=SEED, backend="eager")
+    compiled(x())
+    assert [s.name for s in compiled.report().sites] == [
+        f"blocks.{i}.feed_forward" for i in range(3)
+    ]
+
+
+def test_the_oracle_draws_what_it_is_asked_for():
+    """A mark in another place gives other values: the comparison is no formality."""
+    model = made(Stack, Block)()
+    plain = model(x())
+    with Oracle(layers_of_blocks(model)) as oracle:
+        dropped = model(x())
+    assert oracle.sites == [(i, s) for i in range(2) for s in ("attention", "feed_forward")]
+    assert (plain - dropped).abs().max() > 0.1
+    with pytest.raises(SiteError, match="no residual site"):
+        xtrain.compile(nn.Sequential(nn.Linear(D, D)), dropout=P, seed=0, backend="eager")(x())

@@ -1,0 +1,292 @@
+"""Streams that meet earlier values again, lie side by side, or take what experts sum up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from branch_oracle import SEED, Block, D, P, Stack, both, drop, hold, made, x
+from test_compile_account import Mlp, names_code
+from torch import nn
+
+import xtrain
+
+
+class Dense(Stack):
+    """DenseFormer: each block reads a weighted sum of all that was before; none adds inside."""
+
+    def __init__(self):
+        super().__init__(Mlp, 3)
+        self.weights = nn.ParameterList(torch.rand(n + 1) + 0.5 for n in range(4))
+
+    def forward(self, x):
+        outputs = [x]
+        for block, weights in zip([*self.blocks, None], self.weights, strict=True):
+            x = sum(w * o for w, o in zip(weights, outputs, strict=True))
+            if block is not None:
+                outputs.append(drop(block(x), block))
+        return x
+
+
+class DepthAttention(Stack):
+    """Each block reads what a softmax over depth chooses of all earlier streams."""
+
+    def __init__(self):
+        super().__init__(Block, 3)
+        self.queries = nn.Parameter(torch.randn(3, D))
+
+    def forward(self, x):
+        streams = [x]
+        for query, block in zip(self.queries, self.blocks, strict=True):
+            earlier = torch.stack(streams)
+            weights = (earlier @ query).softmax(0)
+            streams.append(block((weights.unsqueeze(-1) * earlier).sum(0)))
+        return streams[-1]
+
+
+class Injected(Stack):
+    """modded-nanogpt: the embedding is mixed into each block's stream."""
+
+    breaks = True
+
+    def __init__(self):
+        super().__init__(Block, 3)
+        self.mix = nn.Parameter(torch.rand(3, 2) + 0.5)
+
+    def forward(self, x):
+        first = x
+        for mix, block in zip(self.mix, self.blocks, strict=True):
+            x = block(mix[0] * x + mix[1] * first)
+            if self.breaks:
+                torch._dynamo.graph_break()
+        return x
+
+
+class InjectedWhole(Injected):
+    breaks = False
+
+
+class InjectedInside(Injected):
+    """The same in the block's own code."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(MixingBlock() for _ in range(3))
+
+    def forward(self, x):
+        first = x
+        for mix, block in zip(self.mix, self.blocks, strict=True):
+            x = block(x, first, mix)
+            if self.breaks:
+                torch._dynamo.graph_break()
+        return x
+
+
+class InjectedInsideWhole(InjectedInside):
+    breaks = False
+
+
+class MixingBlock(Block):
+    def forward(self, x, first, mix):
+        return super().forward(mix[0] * x + mix[1] * first)
+
+
+class UNet(Stack):
+    """The first half's streams are added to the second half's."""
+
+    def __init__(self):
+        super().__init__(Block, 4)
+
+    def forward(self, x):
+        skips = []
+        for i, block in enumerate(self.blocks):
+            if i >= 2:
+                x = x + skips.pop()
+            x = block(x)
+            if i < 2:
+                skips.append(x)
+        return x
+
+
+MIXED = [DepthAttention, Injected, InjectedWhole, InjectedInside, InjectedInsideWhole, UNet]
+
+
+@both
+@pytest.mark.parametrize("model", MIXED)
+def test_a_mix_of_earlier_streams_is_no_branch(model, compile_it):
+    hold(model, compile_it)
+
+
+@both
+def test_dense_connections(compile_it):
+    """Every block's output is a branch of the sums behind it: one mask, or a refusal that is so."""
+    error = hold(Dense, compile_it, must_run=False)
+    assert "pattern was missed" not in str(error)
+
+
+class AltUp(nn.Module):
+    """Streams side by side, mixed by a small matrix; a block works on one of them."""
+
+    def __init__(self, computed, inside):
+        super().__init__()
+        self.blocks = nn.ModuleList((Adding if inside else Mlp)() for _ in range(3))
+        self.mix = nn.ParameterList(torch.randn(2, 2) / 4 for _ in range(3))
+        self.router = nn.Linear(D, 4) if computed else None
+
+    def forward(self, x):
+        h = torch.stack([x, x * 0.5])
+        for mix, block in zip(self.mix, self.blocks, strict=True):
+            if self.router is not None:
+                mix = self.router(h[0]).tanh().unflatten(-1, (2, 2))
+                h = torch.einsum("btij,jbtd->ibtd", mix, h) + h
+            else:
+                h = torch.einsum("ij,jbtd->ibtd", mix, h) + h
+            active = block(h[0]) if isinstance(block, Adding) else h[0] + drop(block(h[0]), block)
+            h = torch.cat([active[None], h[1:]])
+        return h.mean(0)
+
+
+class Adding(Block):
+    def forward(self, x):
+        return x + drop(self.mlp(self.norm(x)), self)
+
+
+@both
+@pytest.mark.parametrize("computed", [False, True])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_mix_of_streams_side_by_side_is_no_branch(computed, inside, compile_it):
+    """A computed mix may be refused, and code between blocks, whose einsum is spelt out by then."""
+    must_run = not computed and compile_it is xtrain.compile
+    hold(AltUp, compile_it, computed, inside, must_run=must_run)
+
+
+class HyperConnected(nn.Module):
+    """Two streams, unrolled: one branch joins both, so one mask."""
+
+    def __init__(self, inside):
+        super().__init__()
+        self.blocks = nn.ModuleList((HyperBlock if inside else Mlp)() for _ in range(2))
+        self.weights = nn.ParameterList(torch.rand(6) + 0.5 for _ in range(2))
+
+    def forward(self, x):
+        a, b = x, x * 0.5
+        for w, block in zip(self.weights, self.blocks, strict=True):
+            if isinstance(block, HyperBlock):
+                a, b = block(a, b, w)
+            else:
+                y = drop(block(w[0] * a + w[1] * b), block)
+                a, b = w[2] * a + w[3] * y, w[4] * b + w[5] * y
+        return a + b
+
+
+class HyperBlock(Block):
+    def forward(self, a, b, w):
+        y = drop(self.mlp(self.norm(w[0] * a + w[1] * b)), self)
+        return w[2] * a + w[3] * y, w[4] * b + w[5] * y
+
+
+@both
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_branch_of_two_streams_has_one_mask(inside, compile_it):
+    must_run = compile_it is xtrain.compile
+    hold(HyperConnected, compile_it, inside, must_run=must_run)
+
+
+class SharedKeys(nn.Module):
+    """Later layers attend to the first one's keys and values: self-attention all the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(SharingBlock() for _ in range(3))
+
+    def forward(self, x):
+        keys = None
+        for block in self.blocks:
+            x, keys = block(x, keys)
+        return x
+
+
+class SharingBlock(Block):
+    def forward(self, x, keys):
+        n = self.norm(x)
+        if keys is None:
+            keys = tuple(map(self.heads, self.qkv(n).chunk(3, -1)[1:]))
+        x = x + drop(self.attention(n, keys), self, "attention")
+        return x + drop(self.mlp(self.norm2(x)), self), keys
+
+
+def test_keys_of_an_earlier_layer_are_the_models_own():
+    """The whole model shows whose keys they are; a block that is handed some cannot tell."""
+    hold(SharedKeys, xtrain.compile)
+
+
+class Routed(nn.Module):
+    """One layer whose experts are the model's only list: they are its blocks."""
+
+    def __init__(self, stacked):
+        super().__init__()
+        self.norm, self.stacked = nn.LayerNorm(D), stacked
+        self.experts = nn.ModuleList(Mlp() for _ in range(2))
+
+    def forward(self, x):
+        n, out = self.norm(x).flatten(0, 1), torch.zeros_like(x).flatten(0, 1)
+        if self.stacked:
+            up, down = (torch.stack([getattr(e, w).weight for e in self.experts]) for w in WEIGHTS)
+            rows = n.view(-1, 2, D).transpose(0, 1)
+            out = torch.bmm(F.gelu(torch.bmm(rows, up.mT)), down.mT).transpose(0, 1)
+        else:
+            for i, expert in enumerate(self.experts):
+                at = torch.arange(i, len(n), 2)
+                out = out.index_add(0, at, expert(n[at]))
+        return x + drop(out.reshape(x.shape), self)
+
+
+WEIGHTS = ("up", "down")
+
+
+@both
+@pytest.mark.parametrize("stacked", [False, True])
+def test_experts_in_a_loop_run_as_stacked_ones(stacked, compile_it):
+    """One site. The add is the model's own, and block by block (by experts) no graph holds it."""
+    compiled = xtrain.compile(made(Routed, stacked)(), dropout=P, seed=SEED, backend="eager")
+    compiled(x())
+    (site,) = compiled.report().sites
+    by_experts = compile_it is xtrain.compile_blocks
+    error = hold(
+        Routed, compile_it, stacked, layers=lambda m: {m: site.layer}, must_run=not by_experts
+    )
+    if error is not None:
+        names_code(error, Routed.forward, "block")
+
+
+class RoutedBlock(Block):
+    """Tokens that a router sends, weighted; a shared expert beside them, in a module of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.moe = Mixture()
+
+    def forward(self, x):
+        x = x + drop(self.attention(self.norm(x)), self, "attention")
+        return x + drop(self.moe(self.norm2(x)), self)
+
+
+class Mixture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts, self.shared = nn.ModuleList(Mlp() for _ in range(3)), Mlp()
+        self.router = nn.Linear(D, 3)
+
+    def forward(self, x):
+        rows = x.flatten(0, 1)
+        weights = self.router(rows).softmax(-1)
+        out = torch.zeros_like(rows)
+        for i, expert in enumerate(self.experts):
+            at = torch.arange(i % 2, len(rows), 2)
+            out = out.index_add(0, at, weights[at, i, None] * expert(rows[at]))
+        return out.view_as(x) + self.shared(x)
+
+
+@both
+def test_a_mixture_with_a_shared_expert_is_one_branch(compile_it):
+    hold(Stack, compile_it, RoutedBlock)

@@ -1,0 +1,513 @@
+"""Where the samples of a batch lie in each value of a graph, followed from the graph's inputs.
+
+A source is one dimension of one input. Its place in a value is (dim, before, size, after): the
+dimension that holds it, and how many steps of that dimension lie outside and inside of it.
+
+    tokens [B, T]               B: (0, 1, B, 1)        view(B * T, D)       (0, 1, B, T)
+    transpose(0, 1)             (1, 1, B, 1)           outermost no longer
+    repeat(K, 1)                (0, K, B, 1)           repeat_interleave(K, 0)   (0, 1, B, K)
+
+UNKNOWN is what an op made that is not read here, MIXED where attention or a product compares
+positions of a source with one another, so that they are no samples. A residual sum is as its stream
+says: what an unknown branch adds element by element lies where the stream's samples do.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from xtrain.ops.dropout import FORWARD as DROPOUT_OP
+from xtrain.passes import fx_utils
+from xtrain.passes.values import is_parameter
+
+
+class Place(NamedTuple):
+    """One source in one value; size is the source's own."""
+
+    dim: int
+    before: int
+    size: int
+    after: int
+
+
+UNKNOWN, MIXED = "unknown", "mixed"
+Source = tuple[int, int]  # position among the graph's placeholders, dimension
+State = dict[Source, Any]  # a source that is absent has no place: the value is the same for all
+
+_SAME = frozenset(
+    "to float half bfloat16 double type type_as contiguous clone detach alias convert_element_type "
+    "dropout dropout_ layer_norm rms_norm native_layer_norm group_norm batch_norm instance_norm "
+    "normalize cumsum cumprod masked_scatter masked_scatter_ index_add index_add_ index_copy "
+    "index_copy_ index_put index_put_ scatter scatter_ scatter_add scatter_add_ index_fill tril "
+    "triu glu silu relu gelu truediv floordiv and_ or_ identity requires_grad_ lift_fresh_copy "
+    "embedding".split()
+)
+_VIEWS = frozenset(
+    "view reshape _unsafe_view view_as reshape_as flatten unflatten squeeze unsqueeze ravel".split()
+)
+_FRESH = frozenset(
+    "empty_like zeros_like ones_like full_like rand_like randn_like new_empty new_zeros new_ones "
+    "new_full new_tensor arange zeros ones full empty size dim numel".split()
+)
+_REDUCTIONS = frozenset(
+    "sum mean amax amin max min var std norm logsumexp prod all any argmax argmin count_nonzero "
+    "vector_norm median".split()
+)
+_PICKS = frozenset("gather take_along_dim index_select roll flip sort topk argsort".split())
+_LEADING = frozenset(
+    "conv1d conv2d conv3d conv_transpose1d pad max_pool1d max_pool2d avg_pool1d avg_pool2d "
+    "adaptive_avg_pool1d adaptive_avg_pool2d interpolate constant_pad_nd".split()
+)
+_PARTS = frozenset("chunk split tensor_split split_with_sizes".split())
+_PERMUTED = frozenset("transpose swapaxes swapdims permute movedim moveaxis t mT numpy_T".split())
+
+
+def sample_places(graph: fx.Graph, seeds: fx.Node | None) -> tuple[dict[int, State], list[State]]:
+    """Return row of the seeds input -> places of the sources at its site, and those of the outputs.
+
+    Args:     seeds: the placeholder whose rows the graph's dropouts read.
+    """
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    inputs: dict[fx.Node, State] = {}
+    for position, node in enumerate(placeholders):
+        shape = _shape(node)
+        if shape and node is not seeds and not is_parameter(node):
+            inputs[node] = {
+                (position, dim): Place(dim, 1, size, 1) for dim, size in enumerate(shape)
+            }
+    walk = _Walk({} if seeds is None else {seeds: 0})
+    outputs = walk.run(graph, inputs)
+    flat = outputs if isinstance(outputs, tuple | list) else (outputs,)
+    return walk.rows, [walk.of(value) for value in flat]
+
+
+def is_outermost(place: Any, shape: Sequence[int]) -> bool:
+    """Whether the samples lie one after the other in a value of this shape, each contiguous."""
+    return isinstance(place, Place) and place.before * math.prod(shape[: place.dim]) == 1
+
+
+class _Walk:
+    def __init__(self, seeds: dict[fx.Node, int]):
+        self.rows: dict[int, State] = {}
+        self.seeds = seeds  # seeds inputs and slices of them -> their first row
+        self.states: dict[fx.Node, State] = {}
+        self.parts: dict[fx.Node, Any] = {}  # what a called body returns
+
+    def of(self, value: Any) -> State:
+        return self.states.get(value, {}) if isinstance(value, fx.Node) else {}
+
+    def run(self, graph: fx.Graph, inputs: dict[fx.Node, State]) -> Any:
+        """Follow the sources through a graph; return its outputs, as nodes."""
+        dropped = []
+        for node in graph.nodes:
+            if node.op == "output":
+                outputs = node.args[0]
+            elif node.op == "placeholder":
+                self.states[node] = inputs.get(node, {})
+            elif (body := _body(node)) is not None:
+                self._enter(node, body)
+            else:
+                self.states[node] = self._after(node)
+            if node.target is DROPOUT_OP and (row := self._row(node)) is not None:
+                dropped.append((node, row))
+        for node, row in dropped:
+            same = [u for u in node.users if _shape(u) == _shape(node)]
+            found = _join([self.of(node), *map(self.of, same)])
+            shape = _shape(node) or ()
+            self.rows[row] = {
+                source: (place, is_outermost(place, shape)) for source, place in found.items()
+            }
+        return outputs
+
+    def _row(self, dropped: fx.Node) -> int | None:
+        seed = dropped.args[2]
+        if isinstance(seed, fx.Node) and seed.target is operator.getitem:
+            source, index = seed.args
+            if source in self.seeds and isinstance(index, int):
+                return self.seeds[source] + index // 2  # type: ignore[index]
+        return None
+
+    def _enter(self, call: fx.Node, body: fx.GraphModule) -> None:
+        operands = fx_utils.body_operands(call)
+        for placeholder, operand in operands.items():
+            if isinstance(operand, fx.Node) and operand.target is operator.getitem:
+                source, index = operand.args
+                if source in self.seeds and isinstance(index, slice):
+                    self.seeds[placeholder] = self.seeds[source] + index.start // 2  # type: ignore[index]
+        results = self.run(body.graph, {p: self.of(o) for p, o in operands.items()})
+        if isinstance(results, tuple | list):
+            self.parts[call] = [self.of(value) for value in results]
+            self.states[call] = _join(self.parts[call])
+        else:
+            self.states[call] = self.of(results)
+
+    def _after(self, node: fx.Node) -> State:
+        name = fx_utils.op_name(node)
+        if name == "getitem" and node.args[0] in self.parts:
+            return self.parts[node.args[0]][node.args[1]]  # type: ignore[index]
+        if node.op in ("get_attr", "call_module") or name in _FRESH:
+            return _unknown(map(self.of, node.all_input_nodes)) if node.op == "call_module" else {}
+        sources = [n for n in node.all_input_nodes if self.of(n)]
+        if not sources:
+            return {}
+        try:
+            state = _follow(node, name, self.of)
+        except (_UnreadError, IndexError, KeyError, TypeError, ValueError, AttributeError):
+            state = _unknown(map(self.of, sources))
+        target = node.args[0] if node.args else None
+        if isinstance(target, fx.Node) and (name == "setitem" or _is_in_place(name)):
+            self.states[target] = state
+        return state
+
+
+class _UnreadError(Exception):
+    """An op, or a form of one, that is not read here."""
+
+
+def _follow(node: fx.Node, name: str, of: Any) -> State:
+    """The state of a node's value by its op."""
+    first = fx_utils.operand(node, 0, "input", "self", "tensor", "tensors")
+    if name == "setitem":
+        return _join([of(first), _written(node, of(node.args[2]))])
+    out = _shape(node)
+    if name in ("scaled_dot_product_attention", "einsum", "matmul", "bmm", "mm", "linear"):
+        return _join(_contracted(node, name, of))
+    if name in ("addmm", "baddbmm"):
+        a, b = node.args[1:3]
+        return _join([_matmul(a, b, of), of(first)])
+    if name in ("cat", "concat", "concatenate", "stack"):
+        return _catenated(node, name, first, of)
+    if name in _PARTS or name in ("unbind", "sort", "topk", "max", "min") and out is None:
+        dim = fx_utils.operand(node, 0 if name == "unbind" else 2, "dim", default=None)
+        if name == "unbind":
+            dim = fx_utils.operand(node, 1, "dim", default=0)
+        elif name in ("sort", "max", "min"):
+            dim = fx_utils.operand(node, 1, "dim", default=-1)
+        elif name == "topk" or dim is None:
+            dim = fx_utils.operand(node, 2, "dim", default=-1 if name == "topk" else 0)
+        dim = _dim(first, dim)
+        if name == "unbind":
+            return _mapped(of(first), lambda p: _without_dims(p, [dim]))
+        return _mapped(of(first), lambda p: UNKNOWN if p.dim == dim else p)
+    if out is None:
+        raise _UnreadError
+    if name == "getitem":
+        if not isinstance(first, fx.Node) or _shape(first) is None:
+            return of(first)
+        return _indexed(first, node.args[1], of)
+    shape = _shape(first)
+    if name in ("softmax", "log_softmax", "_softmax"):
+        dim = _dim(first, fx_utils.operand(node, 1, "dim", default=-1))
+        return _mapped(of(first), lambda p: MIXED if p.dim == dim and p.size > 1 else p)
+    if name == "embedding" or (name in _SAME and name not in ("glu",)):
+        return of(first)
+    if shape is None:
+        raise _UnreadError
+    if name in _VIEWS:
+        return _mapped(of(first), lambda p: _located(p, shape, out))
+    if name in _PERMUTED or name == "getattr":
+        order = _order(node, name, len(shape))
+        return _mapped(of(first), lambda p: p._replace(dim=order.index(p.dim)))
+    if name in ("expand", "expand_as", "broadcast_to"):
+        return _aligned(of(first), shape, out)
+    if name in ("repeat", "tile"):
+        added = len(out) - len(shape)
+        wide = (*(1,) * added, *shape)
+        times = [o // max(w, 1) for o, w in zip(out, wide, strict=True)]
+        return _mapped(
+            of(first),
+            lambda p: p._replace(dim=p.dim + added, before=p.before * times[p.dim + added]),
+        )
+    if name == "repeat_interleave":
+        times_, dim = fx_utils.operand(node, 1, "repeats"), fx_utils.operand(node, 2, "dim")
+        if not isinstance(times_, int) or dim is None:
+            raise _UnreadError
+        dim = _dim(first, dim)
+        return _mapped(
+            of(first), lambda p: p._replace(after=p.after * times_) if p.dim == dim else p
+        )
+    if name in ("select", "narrow", "slice"):
+        dim = _dim(first, fx_utils.operand(node, 1, "dim", default=0))
+        if name == "select":
+            return _mapped(of(first), lambda p: _without_dims(p, [dim]))
+        return _mapped(
+            of(first), lambda p: p if p.dim != dim or out[dim] == shape[dim] else UNKNOWN
+        )
+    if name in _PICKS:
+        dims = fx_utils.operand(node, 2 if name == "roll" else 1, "dim", "dims", default=-1)
+        given = dims if isinstance(dims, tuple | list) else (dims,)
+        taken = [_dim(first, d) for d in given]
+        return _mapped(of(first), lambda p: UNKNOWN if p.dim in taken else p)
+    if name in _LEADING:
+        return _mapped(of(first), lambda p: p if p.dim == 0 and out[0] == shape[0] else UNKNOWN)
+    if name in _REDUCTIONS:
+        dims = fx_utils.operand(node, 1, "dim", "axis", default=None)
+        if dims is None:
+            return {}
+        taken = [_dim(first, d) for d in (dims if isinstance(dims, tuple | list) else (dims,))]
+        if len(out) == len(shape):
+            return _mapped(of(first), lambda p: None if p.dim in taken else p)
+        return _mapped(of(first), lambda p: _without_dims(p, taken))
+    if node.target is DROPOUT_OP or _is_pointwise(name):
+        operands = [n for n in node.all_input_nodes if _shape(n) is not None]
+        return _join([_aligned(of(n), _shape(n), out) for n in operands])
+    raise _UnreadError
+
+
+# --- ops that bring values together --------------------------------------------------------------
+
+
+def _join(states: Iterable[State]) -> State:
+    """Element by element: a place that is known stands for one that is not."""
+    joined: State = {}
+    for state in states:
+        for source, place in state.items():
+            known = joined.get(source, place)
+            if MIXED in (known, place):
+                joined[source] = MIXED
+            elif known == UNKNOWN or place == UNKNOWN:
+                joined[source] = place if known == UNKNOWN else known
+            elif known == place:
+                joined[source] = place
+            else:
+                joined[source] = MIXED if place.size > 1 else UNKNOWN
+    return joined
+
+
+def _unknown(states: Iterable[State]) -> State:
+    return {s: MIXED if p == MIXED else UNKNOWN for state in states for s, p in state.items()}
+
+
+def _contracted(node: fx.Node, name: str, of: Any) -> list[State]:
+    a, b = fx_utils.operand(node, 0, "input", "query"), fx_utils.operand(node, 1, "other", "weight")
+    if name == "linear":
+        rank = len(_shape(a) or ())
+        return [_mapped(of(a), lambda p: None if p.dim == rank - 1 else p)]
+    if name == "scaled_dot_product_attention":
+        key, value = fx_utils.operand(node, 1, "key"), fx_utils.operand(node, 2, "value")
+        rank = len(_shape(a) or ())
+        of_keys = [
+            _mapped(of(n), lambda p: (MIXED if p.size > 1 else None) if p.dim >= rank - 2 else p)
+            for n in (key, value)
+        ]
+        return [_mapped(of(a), lambda p: None if p.dim == rank - 1 else p), *of_keys]
+    if name == "einsum":
+        equation, *operands = node.args
+        if len(operands) == 1 and isinstance(operands[0], tuple | list):
+            operands = list(operands[0])
+        if not isinstance(equation, str) or "." in equation:
+            raise _UnreadError
+        left, _, right = equation.replace(" ", "").partition("->")
+        return [
+            _mapped(
+                of(n),
+                lambda p, t=terms: (
+                    p._replace(dim=right.index(t[p.dim])) if t[p.dim] in right else None
+                ),
+            )
+            for n, terms in zip(operands, left.split(","), strict=True)
+        ]
+    return [_matmul(a, b, of)]
+
+
+def _matmul(a: Any, b: Any, of: Any) -> State:
+    rank_a, rank_b = len(_shape(a) or ()), len(_shape(b) or ())
+    if min(rank_a, rank_b) < 2:
+        raise _UnreadError
+    rank = max(rank_a, rank_b)
+
+    def of_a(p: Place) -> Any:
+        return None if p.dim == rank_a - 1 else p._replace(dim=p.dim + rank - rank_a)
+
+    def of_b(p: Place) -> Any:
+        return None if p.dim == rank_b - 2 else p._replace(dim=p.dim + rank - rank_b)
+
+    return _join([_mapped(of(a), of_a), _mapped(of(b), of_b)])
+
+
+def _catenated(node: fx.Node, name: str, parts: Any, of: Any) -> State:
+    given = fx_utils.operand(node, 1, "dim", "axis", default=0)
+    rank = len(_shape(node) or ())
+    dim = given + rank if given < 0 else given
+    if name == "stack":
+        return _join(
+            _mapped(of(n), lambda p: p._replace(dim=p.dim + (p.dim >= dim))) for n in parts
+        )
+    return _join(_mapped(of(n), lambda p: UNKNOWN if p.dim == dim else p) for n in parts)
+
+
+def _aligned(state: State, shape: Sequence[int] | None, out: Sequence[int]) -> State:
+    """Broadcast from the right; what is spread over rows has no place in them."""
+    assert shape is not None
+    added = len(out) - len(shape)
+    return _mapped(
+        state,
+        lambda p: p._replace(dim=p.dim + added) if out[p.dim + added] == shape[p.dim] else None,
+    )
+
+
+# --- views and indices ---------------------------------------------------------------------------
+
+
+def _located(place: Place, shape: Sequence[int], out: Sequence[int]) -> Any:
+    """The place in a view: what a step of the source is in elements stays."""
+    step = place.after * math.prod(shape[place.dim + 1 :])
+    found = []
+    for dim, size in enumerate(out):
+        inner = math.prod(out[dim + 1 :])
+        if inner and step % inner == 0:
+            after = step // inner
+            if size % (after * place.size) == 0:
+                found.append(Place(dim, size // (after * place.size), place.size, after))
+    whole = [p for p in found if p.before == p.after == 1]
+    return next(iter(whole or found), UNKNOWN)
+
+
+def _without_dims(place: Place, dims: Sequence[int]) -> Place | None:
+    if place.dim in dims:
+        return None
+    return place._replace(dim=place.dim - sum(d < place.dim for d in dims))
+
+
+def _order(node: fx.Node, name: str, rank: int) -> list[int]:
+    """The dimensions of a permuted value, as those of its source."""
+    order = list(range(rank))
+    if name == "permute":
+        given = node.args[1:] if len(node.args) > 1 else tuple(node.kwargs.values())[-1:]
+        dims = given[0] if len(given) == 1 and isinstance(given[0], tuple | list) else given
+        return [int(d) % rank for d in dims]  # type: ignore[arg-type]
+    if name in ("movedim", "moveaxis"):
+        a, b = fx_utils.operand(node, 1, "source"), fx_utils.operand(node, 2, "destination")
+        order.insert(b % rank, order.pop(a % rank))
+        return order
+    if name == "getattr" and node.args[1] not in ("T", "mT"):
+        raise _UnreadError
+    if name in ("t", "mT", "numpy_T", "getattr"):
+        is_all = name == "numpy_T" or (name == "getattr" and node.args[1] == "T")
+        return order[::-1] if is_all else [*order[:-2], order[-1], order[-2]]
+    a, b = (
+        fx_utils.operand(node, 1, "dim0", "axis0") % rank,
+        fx_utils.operand(node, 2, "dim1", "axis1") % rank,
+    )
+    order[a], order[b] = order[b], order[a]
+    return order
+
+
+def _index_parts(shape: Sequence[int], index: Any) -> list[Any]:
+    """An index with `...` written out: one entry for each dimension, and None for new ones."""
+    parts = list(index) if isinstance(index, tuple | list) else [index]
+    used = sum(p is not None and p is not ... for p in parts)
+    rest = [slice(None)] * (len(shape) - used)
+    if any(p is ... for p in parts):
+        at = next(i for i, p in enumerate(parts) if p is ...)
+        return [*parts[:at], *rest, *parts[at + 1 :]]
+    return [*parts, *rest]
+
+
+def _indexed(value: fx.Node, index: Any, of: Any) -> State:
+    shape = _shape(value) or ()
+    parts = _index_parts(shape, index)
+    tensors = [p for p in parts if isinstance(p, fx.Node) and _shape(p) is not None]
+    if any(_is_bool(p) for p in tensors) or len(tensors) > 1:
+        raise _UnreadError
+    places: dict[int, Any] = {}  # dimension of the value -> of the result, None if it is gone
+    result, dim, picked = 0, 0, 0
+    for part in parts:
+        if part is None:
+            result += 1
+        elif isinstance(part, slice):
+            places[dim] = result if _is_whole(part, shape[dim]) else -1 - result
+            result, dim = result + 1, dim + 1
+        elif isinstance(part, fx.Node) and _shape(part) is not None:
+            picked, places[dim] = result, UNKNOWN
+            result, dim = result + len(_shape(part) or ()), dim + 1
+        else:
+            places[dim], dim = None, dim + 1
+
+    def move(p: Place) -> Any:
+        at = places[p.dim]
+        if at is None or at == UNKNOWN:
+            return at
+        return UNKNOWN if at < 0 else p._replace(dim=at)
+
+    given = [_mapped(of(t), lambda p: p._replace(dim=p.dim + picked)) for t in tensors]
+    return _join([_mapped(of(value), move), *given])
+
+
+def _written(node: fx.Node, state: State) -> State:
+    """What `value[index] = part` writes where: dimensions that are taken whole, or in part."""
+    value, index, part = node.args
+    shape, given = _shape(value) or (), _shape(part) or ()
+    parts = _index_parts(shape, index)
+    if any(p is None or isinstance(p, fx.Node) and _shape(p) is not None for p in parts):
+        return _unknown([state])
+    kept = [dim for dim, p in enumerate(parts) if isinstance(p, slice)]
+    added = len(kept) - len(given)
+
+    def move(p: Place) -> Any:
+        at = kept[p.dim + added]
+        return p._replace(dim=at) if shape[at] == given[p.dim] else UNKNOWN
+
+    return _mapped(state, move)
+
+
+def _is_whole(part: slice, size: int) -> bool:
+    ends = (part.start in (None, 0), part.stop is None or part.stop == size, part.step in (None, 1))
+    return all(ends)
+
+
+def _is_bool(node: fx.Node) -> bool:
+    value = fx_utils.tensor_meta(node)
+    return value is not None and value.dtype in (torch.bool, torch.uint8)
+
+
+# --- what nodes are ------------------------------------------------------------------------------
+
+
+def _mapped(state: State, move: Any) -> State:
+    """Move the known places of a state; None takes a source out."""
+    moved = {s: move(p) if isinstance(p, Place) else p for s, p in state.items()}
+    return {s: p for s, p in moved.items() if p is not None}
+
+
+def _shape(node: Any) -> tuple[int, ...] | None:
+    """The sizes that a value was traced with, None for what is no tensor or depends on data."""
+    value = fx_utils.tensor_meta(node)
+    if value is None:
+        return None
+    sizes = [s.node.hint if isinstance(s, torch.SymInt) else s for s in value.shape]
+    return None if any(s is None for s in sizes) else tuple(map(int, sizes))
+
+
+def _dim(value: Any, dim: int) -> int:
+    return dim % len(_shape(value) or (1,))
+
+
+def _body(node: fx.Node) -> fx.GraphModule | None:
+    return fx_utils.called_bodies(node)[0] if fx_utils.body_operands(node) else None
+
+
+def _is_in_place(name: str) -> bool:
+    return name in fx_utils.IN_PLACE_ADD or (name.endswith("_") and not name.endswith("__"))
+
+
+_PYTHONS = frozenset(
+    "add sub mul pow neg eq ne lt le gt ge mod xor invert iadd isub imul itruediv".split()
+)
+
+
+def _is_pointwise(name: str) -> bool:
+    """Whether torch says of an op that it works element by element."""
+    name = name.strip("_")
+    if name in _PYTHONS or name in ("radd", "rmul", "rsub", "rtruediv", "and", "or"):
+        return True
+    packet = getattr(torch.ops.aten, name, None)
+    if packet is None or not hasattr(packet, "overloads"):
+        return False
+    return any(torch.Tag.pointwise in getattr(packet, o).tags for o in packet.overloads())

@@ -1,0 +1,155 @@
+"""Files that somebody else may have written, read strictly: JSON and TOML. No torch.
+
+What cannot be opened is an OSError and what does not hold what it should a ValueError, never a
+hang, a RecursionError or a value that fails later. Both say what is wrong (`why`); the caller says
+which file it is and what to do.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import stat
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+MAX_DEPTH = 64  # of lists and objects in each other; nothing of ours needs ten
+
+Check = Callable[[Any], bool]
+
+
+def file_bytes(path: str | Path, *, pipe: bool = False) -> bytes:
+    """Return what a file holds.
+
+    Args:   pipe: take a pipe too, as a shell's <(...) is one.
+    Raises: OSError for what cannot be read, a device or a socket included, whose end may never
+            come; ValueError for a name that no file can have.
+    """
+    mode = os.stat(path).st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, "it is a folder", str(path))
+    if not (stat.S_ISREG(mode) or pipe and stat.S_ISFIFO(mode)):
+        raise OSError(errno.EINVAL, "it is no file but a device, a pipe or a socket", str(path))
+    with open(path, "rb") as file:
+        return file.read()
+
+
+def json_file(path: str | Path) -> Any:
+    """Return what a JSON file holds. Raises: OSError, ValueError."""
+    return json_value(file_bytes(path))
+
+
+def json_value(text: bytes) -> Any:
+    """Return the values of a JSON text: no NaN, no key twice, every number finite.
+
+    Raises: ValueError for anything else.
+    """
+    try:
+        value = json.loads(
+            text.decode("utf-8"),
+            parse_constant=_no_constant,
+            parse_float=_finite,
+            object_pairs_hook=_unique,
+        )
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    return _shallow(value)
+
+
+def toml_file(path: str | Path) -> dict[str, Any]:
+    """Return the tables of a TOML file. Raises: OSError, ValueError."""
+    return toml_tables(file_bytes(path, pipe=True).decode("utf-8"))
+
+
+def toml_tables(text: str) -> dict[str, Any]:
+    """Return the tables of a TOML text. Raises: ValueError for anything else."""
+    try:
+        found = tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    return _shallow(found)
+
+
+def toml_value(text: str) -> Any:
+    """Return the value behind `name = ` in TOML; what is none is text without its quotes."""
+    try:
+        return toml_tables(f"value = {text}")["value"]
+    except (ValueError, KeyError):
+        return text
+
+
+def check_fields(value: Any, fields: Mapping[str, Check], prefix: str = "") -> None:
+    """Raise ValueError, naming the field, unless value is an object whose fields pass."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{prefix.rstrip('.') or 'the whole'} is {shown(value)}")
+    for name, check in fields.items():
+        if name not in value:
+            raise ValueError(f"{prefix}{name} is missing")
+        if not check(value[name]):
+            raise ValueError(f"{prefix}{name} is {shown(value[name])}")
+
+
+def is_count(value: Any) -> bool:
+    """Return whether a value is a number of something; none in memory passes 2^63."""
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def is_text(value: Any) -> bool:
+    """Return whether a value is a string."""
+    return isinstance(value, str)
+
+
+def is_object(value: Any) -> bool:
+    """Return whether a value is a JSON object."""
+    return isinstance(value, dict)
+
+
+def shown(value: Any, length: int = 40) -> str:
+    """Return a value as an error message shows it."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # a whole number of over 4300 digits has no decimal form
+        text = f"a {type(value).__name__} that is too large to be shown"
+    return text if len(text) <= length else f"{text[: length - 3]}..."
+
+
+def why(error: Exception) -> str:
+    """Return what was wrong, in one line, without the name of the file."""
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return " ".join(text.split())
+
+
+def _shallow(value: Any) -> Any:
+    """Return value. Raises: ValueError where lists and objects hold each other too deeply."""
+    level, depth = [value], 0
+    while level:
+        if depth > MAX_DEPTH:
+            raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
+        inner = (v.values() if isinstance(v, dict) else v for v in level if type(v) in (dict, list))
+        level = [item for items in inner for item in items if type(item) in (dict, list)]
+        depth += 1
+    return value
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if math.isinf(value):
+        raise ValueError(f"{digits[:20]} is too large a number")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice[:40]!r} is there twice")
+    return found
