@@ -6,15 +6,12 @@ off that code: the op behind the changed line, by the name that torch gives it.
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.nn.functional as F
-from drift_models import next_up
 from torch import nn
 
 from xtrain.drift import compare, record
 from xtrain.drift.models import draw_weights
-from xtrain.drift.report import as_text
 
 VOCAB, DIM, HEADS = 32, 16, 4
 

@@ -315,7 +315,7 @@ class _Search:
             if isinstance(row, str) or row < 0:
                 found |= {row} - {UNKNOWN}
                 continue
-            known: set[Hashable] = {self.results[side][row]} & self.common
+            known: set[Hashable] = {*({self.results[side][row]} & self.common)}
             if (other := self.partner[side][row]) >= 0:
                 known.add(other if side else row)
             found |= known

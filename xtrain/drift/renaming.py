@@ -48,7 +48,8 @@ def _renamer(old: str, new: str) -> Rename:
     first_alone = old.endswith(".") or not others
 
     def rename(name: str) -> str:
-        found, rest = [], name.split(".") if name else []
+        found: list[str] = []
+        rest = name.split(".") if name else []
         if not parts:  # a prefix for those that lack it
             return name if rest[: len(others)] == others else ".".join([*others, *rest])
         while rest:
@@ -73,7 +74,8 @@ def by_weights(a: Record, b: Record) -> tuple[Record, list[tuple[str, str]]]:
     names, modules = {there: here for here, there in pairs}, _modules(pairs)
 
     def module(path: str) -> str:
-        parts, rest = path.split(".") if path else [], []
+        parts = path.split(".") if path else []
+        rest: list[str] = []
         while parts and ".".join(parts) not in modules:
             rest.insert(0, parts.pop())
         return ".".join([*modules.get(".".join(parts), "").split("."), *rest]).strip(".")
@@ -107,7 +109,9 @@ def _by_bits(a: Record, b: Record) -> list[tuple[str, str]]:
     if len(here) != len(there) or set(here) == set(there):
         return []
     for dtype in (None, "BF16", "F16", "F32"):
-        groups: dict[Hashable, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
+        groups: dict[tuple[Hashable, str], tuple[list[str], list[str]]] = defaultdict(
+            lambda: ([], [])
+        )
         for side, weights in enumerate((here, there)):
             for name, weight in weights.items():
                 groups[tuple(weight["shape"]), _mark(weight, dtype)][side].append(name)

@@ -70,7 +70,7 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
 
 
 def size_text(size: Distance) -> str:
-    """Return "1.2e-07 (3 ulp)"; a lower bound says so, and where none is near there is no figure."""
+    """Return "1.2e-07 (3 ulp)"; a lower bound says so; no figure where none is near."""
     if size.max_abs == 0 and not size.exact:
         return "not to be seen in the samples; record with --tensors"
     ulps = f" ({size.max_ulps:.3g} ulp)" if size.max_ulps else ""

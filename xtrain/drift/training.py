@@ -14,7 +14,7 @@ It draws no random number and leaves no gradient, so that a run is bitwise the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -95,9 +95,12 @@ class TrainingFingerprints:
         write_json(step_file(self.folder, step), {**contents, "xxh3_128": checksum(contents)})
         self.rows = []
 
-    def add_op(self, path: str, op: str, tensor: Tensor) -> None:
-        """Take the result of an op of the extra forward and backward."""
+    def add_op(
+        self, path: str, op: str, tensor: Tensor, operands: Sequence[int] = (), arguments: str = ""
+    ) -> int:
+        """Take the result of an op of the extra forward and backward; what it reads is not kept."""
         self._add("op", path, op, tensor)
+        return len(self.rows) - 1
 
     def _add(self, kind: str, path: str, op: str, tensor: Tensor) -> None:
         bits, dtype = to_bits(tensor)
@@ -126,7 +129,7 @@ class _TrainingObserver(torch_compat.PlainDispatchMode):
         else:
             path = self.path[-1] if self.path else ""
             self.path_of[torch_compat.last_sequence_number()] = path
-        record_result(self.sink, self.origins, path, func, args, kwargs, result)
+        record_result(self.sink, None, path, func, args, kwargs, result)
         return result
 
     @contextmanager
