@@ -6,12 +6,14 @@ off that code: the op behind the changed line, by the name that torch gives it.
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from xtrain.drift import compare, record
 from xtrain.drift.models import draw_weights
+from xtrain.drift.report import as_text
 
 VOCAB, DIM, HEADS = 32, 16, 4
 
@@ -206,7 +208,7 @@ class Model(nn.Module):
         draw_weights(self, 7)
         with torch.no_grad():
             for parameter in self.parameters():
-                parameter.mul_(8)
+                parameter.mul_(8 if parameter.dim() > 1 else 0.01)  # a bias is drawn as ones
         if "tied" in design:
             self.head.weight = self.embedding.weight
 
@@ -236,16 +238,151 @@ def both(design, fault="", change=None):
     return compare(record(plain, IDS), record(changed, IDS))
 
 
-if __name__ == "__main__":
-    import sys
+# design, fault, module and op of the first difference, and its cause
+FAULTS = [
+    ("", "norm of half", "blocks.1.norm1", "aten.pow", "aten._to_copy of blocks.1.norm1, which B"),
+    ("", "eps", "blocks.1.norm1", "aten.add", "other=1e-05 in A, other=0.001 in B"),
+    ("", "times a bit", "blocks.1.norm1", "aten.mul", "which B alone has"),
+    ("", "weight plus one", "blocks.1.norm1", "aten.mul", ""),
+    ("", "norm without weight", "blocks.1.attention.query", "aten.mm", "norm1, which A alone has"),
+    ("", "key for value", "blocks.1.attention", "aten.mul", "attention.value in B"),
+    ("", "head permuted", "blocks.1.attention", "aten.bmm", "aten.flip of blocks.1.attention"),
+    ("", "no rope on keys", "blocks.1.attention", "aten.bmm", "aten.cat of blocks.1.attention"),
+    ("", "scores in bf16", "blocks.1.attention", "aten.bmm", "aten._to_copy of"),
+    ("", "other scale", "blocks.1.attention", "aten.mul", "other=0.5 in A, other=0.4 in B"),
+    ("", "mask off by one", "blocks.1.attention", "aten.triu", "all that it reads is equal"),
+    ("", "mask of a number", "blocks.1.attention", "aten.masked_fill", ""),
+    ("", "weights in bf16", "blocks.1.attention", "aten.bmm", "aten._to_copy of"),
+    ("", "output scaled", "blocks.1.attention.output", "aten.mm", "aten.mul of blocks.1.attention"),
+    ("", "rope base", "blocks.1.attention", "aten.pow", ""),
+    ("", "positions from one", "blocks.1.attention", "aten.arange", ""),
+    ("", "rope turned", "blocks.1.attention", "aten.mul", "which B alone has"),
+    ("", "up clamped", "blocks.1.ffn", "aten.mul", "aten.clamp of blocks.1.ffn, which B"),
+    ("", "relu", "blocks.1.ffn", "aten.mul", "which A alone has"),
+    ("", "gate on the other", "blocks.1.ffn", "aten.mul", ""),
+    ("", "norms swapped", "blocks.1.norm1", "aten.pow", "aten.add of blocks.1 in B"),
+    ("", "sequential order", "blocks.1.norm1", "aten.pow", "aten.add of blocks.1 in B"),
+    ("", "branch scaled", "blocks.1", "aten.add", "aten.mul of blocks.1, which B alone has"),
+    ("", "residual from the norm", "blocks.1", "aten.add", "aten.mul of blocks.1.norm2 in B"),
+    ("", "embedding scale", "", "aten.mul", "other=4.0 in A, other=4.1 in B"),
+    ("", "block skipped", "blocks.2.norm1", "aten.pow", "aten.add of blocks.1, which A alone has"),
+    ("", "rounded stream", "blocks.2.norm1", "aten.pow", "aten._to_copy of the model"),
+    ("", "no final norm", "head", "aten.mm", "aten.mul of norm, which A alone has"),
+    ("", "logits scaled", "", "logits", ""),
+    ("layer norm bias gelu", "eps", "blocks.1.norm1", "aten.native_layer_norm", "eps=0.001 in B"),
+    ("layer norm bias gelu", "gelu tanh", "blocks.1.ffn", "aten.gelu", "approximate=tanh in B"),
+    ("layer norm bias gelu", "relu", "blocks.1.ffn.down", "aten.addmm", "which A alone has"),
+    (
+        "layer norm bias gelu",
+        "norm of half",
+        "blocks.1.norm1",
+        "aten.native_layer_norm",
+        "_to_copy",
+    ),
+    ("layer norm bias gelu", "branch scaled", "blocks.1", "aten.add", "which B alone has"),
+    ("layer norm bias gelu", "key for value", "blocks.1.attention", "aten.mul", "value in B"),
+    ("gqa", "head permuted", "blocks.1.attention", "aten.bmm", "aten.flip of"),
+    ("gqa", "rope turned", "blocks.1.attention", "aten.mul", "which B alone has"),
+    ("gqa", "key for value", "blocks.1.attention", "aten.mul", "attention.value in B"),
+    ("gqa", "other scale", "blocks.1.attention", "aten.mul", "other=0.4 in B"),
+    ("qk", "soft cap", "blocks.1.attention", "aten.mul", "which B alone has"),
+    ("qk", "mask off by one", "blocks.1.attention", "aten.triu", "all that it reads is equal"),
+    ("moe", "router temperature", "blocks.1.ffn", "aten._softmax", "aten.mul of blocks.1.ffn"),
+    ("moe", "experts swapped", "blocks.1.ffn", "aten.mul", "aten.flip of blocks.1.ffn"),
+    ("moe", "one expert", "blocks.1", "aten.add", "aten.add of blocks.1.ffn, which A alone has"),
+    (
+        "post-norm",
+        "no second residual",
+        "blocks.1.norm2",
+        "aten.pow",
+        "of blocks.1, which A",
+    ),
+    ("post-norm", "eps", "blocks.1.norm1", "aten.add", "other=0.001 in B"),
+    ("parallel", "no residual", "blocks.1", "output", ""),
+    ("parallel", "sum in other order", "blocks.1", "aten.add", ""),
+    ("tied", "embedding scale", "", "aten.mul", "other=4.1 in B"),
+    ("tied", "no final norm", "head", "aten.mm", "aten.mul of norm, which A alone has"),
+    ("tied", "logits scaled", "", "logits", ""),
+]
 
-    for fault in sys.argv[2:]:
-        found = both(sys.argv[1], fault)
-        print(
-            fault,
-            "->",
-            found.exit_code,
-            tuple(found.first_divergence or ()),
-            found.first_divergence and found.first_divergence.distance,
-        )
-        print("   ", [tuple(u) for u in found.unmatched])
+
+@pytest.mark.parametrize(("design", "fault", "path", "op", "cause"), FAULTS)
+def test_the_op_behind_a_planted_fault_is_named(design, fault, path, op, cause):
+    found = both(design, fault)
+    assert found.exit_code in (1, 2, 3) and tuple(found.first_divergence) == (path, op)
+    assert cause in found.first_divergence.cause
+
+
+@pytest.mark.parametrize(
+    ("design", "fault", "alone"),
+    [
+        ("", "hidden plus zero", {"aten.add"}),
+        ("", "scores plus zero", {"aten.add"}),
+        ("", "times one", {"aten.mul"}),
+        ("", "other order", set()),
+        ("", "up split", {"aten.mm", "aten.cat"}),
+        ("qk", "scores plus zero", {"aten.add"}),
+        ("post-norm", "times one", {"aten.mul"}),
+        ("parallel", "hidden plus zero", {"aten.add"}),
+        ("tied", "hidden plus zero", {"aten.add"}),
+        ("gqa", "", set()),
+        ("layer norm bias gelu", "", set()),
+    ],
+)
+def test_what_changes_no_bit_is_listed_and_no_difference(design, fault, alone):
+    found = both(design, fault)
+    assert found.exit_code == 0 and found.first_divergence is None
+    assert {item.op for item in found.unmatched} == alone
+    assert {item.record for item in found.unmatched} == ({"b"} if alone else set())
+    assert ("ops without partner" in as_text(found)) == bool(alone)
+
+
+@pytest.mark.parametrize(
+    ("design", "weight", "path", "op"),
+    [
+        ("", "embedding.weight", "embedding", "aten.embedding"),
+        ("", "blocks.1.norm1.weight", "blocks.1.norm1", "aten.mul"),
+        ("", "blocks.1.ffn.gate.weight", "blocks.1.ffn.gate", "aten.mm"),
+        ("", "norm.weight", "norm", "aten.mul"),
+        ("bias layer norm", "blocks.1.ffn.down.bias", "blocks.1.ffn.down", "aten.addmm"),
+        (
+            "bias layer norm",
+            "blocks.1.attention.query.bias",
+            "blocks.1.attention.query",
+            "aten.addmm",
+        ),
+    ],
+)
+def test_a_changed_weight_is_named_with_the_exact_size(design, weight, path, op):
+    found = both(design, change=lambda m: m.get_parameter(weight).view(-1)[0].add_(0.25))
+    first = found.first_divergence
+    assert tuple(first) == (path, op) and first.cause == f"it reads {weight}, which differs"
+    assert first.distance.exact
+    if weight.endswith("bias") or "embedding" in weight:
+        assert first.distance.max_abs == pytest.approx(0.25, rel=1e-5)
+
+
+class Sums(nn.Module):
+    """Residual adds in the root module, all of one name."""
+
+    def __init__(self, dropped=None):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, DIM)
+        self.layers = nn.ModuleList(nn.Linear(DIM, DIM, bias=False) for _ in range(4))
+        self.head, self.dropped = nn.Linear(DIM, VOCAB, bias=False), dropped
+        draw_weights(self, 3)
+
+    def forward(self, input_ids):
+        x = self.embedding(input_ids)
+        for number, layer in enumerate(self.layers):
+            x = layer(x) if number == self.dropped else x + layer(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("dropped", range(4))
+def test_a_dropped_residual_add_is_found_among_others_of_its_name(dropped):
+    found = compare(record(Sums(), IDS), record(Sums(dropped), IDS))
+    behind = f"layers.{dropped + 1}" if dropped < 3 else "head"
+    assert tuple(found.first_divergence) == (behind, "aten.mm")
+    assert {(item.record, item.op) for item in found.unmatched} == {("a", "aten.add")}
+    assert "aten.add of the model, which A alone has" in found.first_divergence.cause
