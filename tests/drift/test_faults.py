@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from xtrain.drift import compare, record
+from xtrain.drift import DriftError, compare, record
 from xtrain.drift.models import draw_weights
 from xtrain.drift.report import as_text
 
@@ -386,3 +386,53 @@ def test_a_dropped_residual_add_is_found_among_others_of_its_name(dropped):
     assert tuple(found.first_divergence) == (behind, "aten.mm")
     assert {(item.record, item.op) for item in found.unmatched} == {("a", "aten.add")}
     assert "aten.add of the model, which A alone has" in found.first_divergence.cause
+
+
+class Wrapped(nn.Module):
+    """A model behind a prefix, as data parallelism puts it."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.module = model
+
+    def forward(self, input_ids):
+        return self.module(input_ids)
+
+
+def test_weights_behind_a_prefix_are_the_same_model():
+    found = compare(record(Model(), IDS), record(Wrapped(Model()), IDS))
+    assert found.exit_code == 0 and ("module.norm.weight", "norm.weight") in found.renamed
+    assert "weights have other names" in as_text(found)
+
+
+class Renamed(Sums):
+    def __init__(self):
+        super().__init__()
+        self.projections = self.layers
+        del self.layers
+
+    def forward(self, input_ids):
+        x = self.embedding(input_ids)
+        for layer in self.projections:
+            x = x + layer(x)
+        return self.head(x)
+
+
+def test_renamed_modules_are_found_by_bits_and_by_flag():
+    plain, renamed = record(Sums(), IDS), record(Renamed(), IDS)
+    assert compare(plain, renamed).exit_code == 0
+    assert compare(plain, renamed, names={"projections": "layers"}).exit_code == 0
+    with pytest.raises(DriftError, match="neither record has a name with 'nothing'"):
+        compare(plain, renamed, names={"nothing": "layers"})
+
+
+def test_where_weights_lie_in_memory_is_recorded_and_named():
+    plain, moved = Sums(), Sums()
+    weight = moved.head.weight
+    memory = torch.empty(weight.numel() + 64)
+    start = next(n for n in range(64) if memory[n:].data_ptr() % 64 == 8 * 4)
+    piece = memory[start : start + weight.numel()].view_as(weight)
+    weight.data = piece.copy_(weight.data)
+    found = compare(record(plain, IDS), record(moved, IDS))
+    changed = {change.name: change for change in found.changes}
+    assert "head.weight 32" in changed["weights.address_mod_64"].b

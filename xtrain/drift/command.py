@@ -137,10 +137,10 @@ def run_compare(args: argparse.Namespace) -> int:
     from xtrain.drift.comparison import compare
     from xtrain.drift.report import as_json, as_text
 
-    if training_folder.find(args.a) or training_folder.find(args.b):
-        return _compare_training(args)
     if args.html == "-":
         raise DriftError("--html needs the name of a file; --json alone knows -, for stdout")
+    if training_folder.find(args.a) or training_folder.find(args.b):
+        return _compare_training(args)
     comparison = compare(args.a, args.b, names=_names(args.map))
     if args.html:
         from xtrain.drift.page import page
@@ -166,9 +166,13 @@ def _compare_training(args: argparse.Namespace) -> int:
     from xtrain.drift.report import plain
     from xtrain.drift.training_folder import as_text, compare_training
 
+    if args.map:
+        raise DriftError("--map is for records; training runs are compared by their own names")
     comparison = compare_training(args.a, args.b)
     if args.html:
-        raise DriftError("there is no page for training runs; leave out --html")
+        from xtrain.drift.page import training_page
+
+        write_text(args.html, training_page(as_text(comparison), comparison.exit_code))
     values = {**asdict(comparison), "exit_code": comparison.exit_code}
     deliver(args.json, lambda: plain(values), lambda: as_text(comparison))
     return comparison.exit_code

@@ -61,6 +61,21 @@ def page(comparison: Comparison) -> str:
         *_unmatched(comparison),
         *_environment(comparison),
     ]
+    return _document(names, body)
+
+
+def training_page(text: str, exit_code: int) -> str:
+    """Return the page of two training runs: their report as it is."""
+    colour = COLOURS[exit_code]
+    body = [
+        "<h1>Drift between two training runs</h1>",
+        f'<p class="verdict" style="border-color: {colour}">Exit code {exit_code}</p>',
+        f'<pre class="scroll">{escape(text)}</pre>',
+    ]
+    return _document("two training runs", body)
+
+
+def _document(names: str, body: Sequence[str]) -> str:
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'

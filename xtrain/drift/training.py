@@ -1,10 +1,10 @@
 """Fingerprints of a training run: every N steps, what went in, each op, what came out.
 
     runs/NAME/drift/rank_0000/
-        start.json              format, environment, names of the weights
+        start.json              format, environment, configuration, names of the weights
         step_00000000.json      one recorded step, in the order in which things happen:
-                                input, weight (before), op (forward, then backward), loss,
-                                gradient, weight after
+                                input, weight and optimiser state (before), op
+                                (forward, then backward), loss, gradient, weight after
 
 A compiled step cannot be watched from inside. The ops are those of an extra forward and backward of
 the plain model on the step's first micro-batch, without dropout, with the same weights: if those
@@ -14,7 +14,7 @@ It draws no random number and leaves no gradient, so that a run is bitwise the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,9 +44,12 @@ class TrainingFingerprints:
         autocast: Callable[[], AbstractContextManager],
         first_step: int = 0,
         rank: int = 0,
+        configuration: Mapping[str, Any] | None = None,
+        optimizer_state: Callable[[], Mapping[str, Tensor]] = dict,
     ):
         self.folder = rank_folder(folder, rank)
         self.model, self.every, self.autocast, self.rank = model, every, autocast, rank
+        self.optimizer_state = optimizer_state  # name -> tensor
         self.rows: list[list[Any]] = []
         self.folder.mkdir(parents=True, exist_ok=True)
         for path in self.folder.glob("step_*.json"):  # of a run that is continued from before them
@@ -57,6 +60,7 @@ class TrainingFingerprints:
             "version": VERSION,
             "rank": rank,
             "environment": collect(),
+            "configuration": dict(configuration or {}),
             "weights": [name for name, _ in model.named_parameters()],
         }
         write_json(self.folder / "start.json", {**start, "xxh3_128": checksum(start)})
@@ -74,6 +78,8 @@ class TrainingFingerprints:
         self._add("input", "targets", "", targets)
         for name, parameter in self.model.named_parameters():
             self._add("weight", name, "before the step", parameter)
+        for name, tensor in self.optimizer_state().items():
+            self._add("optimizer", name, "before the step", tensor)
         observer = _TrainingObserver(self)
         with observer.hooks(self.model), observer, torch.enable_grad(), self.autocast():
             _, loss = self.model(inputs, targets, return_logits=False)
