@@ -87,8 +87,6 @@ def test_the_setting_behind_a_difference_is_named(runs, tmp_path, capsys):
     assert main(["compare", str(folder / "a"), str(folder / "rate"), "--html", str(page)]) == 1
     text = capsys.readouterr().out
     assert "configuration.optim.learning_rate is 0.01 in A, 0.002 in B" in text
-        "1e-3", "0.001"
-    )
     assert "optim.learning_rate" in page.read_text()
 
 
