@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -112,3 +113,13 @@ def test_shapes_that_do_not_fit(b):
     a = np.zeros((2, 0)) if b.size == 0 else np.zeros((2, 3))
     with pytest.raises(ValueError, match=r"must be two \[positions, V\] of one shape"):
         flip_verdict(a, b)
+
+
+def test_no_runner_up_beside_minus_infinity_and_no_warning_for_huge_logits():
+    masked = np.array([[0.0, -np.inf, -np.inf]])
+    assert flip_verdict(masked, masked)[0].runner_up == -1
+    huge = np.array([[1.7e308, -1.7e308, 0.0]])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        verdict = flip_verdict(huge, -huge)[0]
+    assert verdict.flipped and verdict.can_flip and verdict.runner_up == 2

@@ -32,6 +32,7 @@ def runs(tmp_path_factory):
             ("rate", every, "--set=optim.learning_rate=2e-3"),
             ("dropout", every, "--dropout=0.2"),
             ("seed", every, "--set=train.seed=1"),
+            ("micro", every, "--set=train.micro_batch_size=4"),
         ):
             assert runner(f"--name={name}", *shared, *flags) == 0
         losses = {name: runner.losses(name) for name in ("plain", "a", "b")}
@@ -78,6 +79,66 @@ def test_the_first_difference(runs, name, code, kind, where, op):
     first = found.first_divergence
     assert (first.step, first.rank, first.kind) == (0, 0, kind)
     assert (first.module_path, first.op) == (where, op) and found.exit_code == code
+
+
+def test_the_setting_behind_a_difference_is_named(runs, tmp_path, capsys):
+    folder, _ = runs
+    page = tmp_path / "page.html"
+    assert main(["compare", str(folder / "a"), str(folder / "rate"), "--html", str(page)]) == 1
+    text = capsys.readouterr().out
+    assert "configuration.optim.learning_rate is 0.01 in A, 0.002 in B" in text
+    assert "optim.learning_rate" in page.read_text()
+
+
+def test_other_micro_batches_are_said_and_their_ops_not_compared(runs, capsys):
+    folder, _ = runs
+    found = compare_training(folder / "a", folder / "micro")
+    assert found.micro_batches and found.exit_code in (0, 1) and not found.num_unmatched
+    first = found.first_divergence
+    assert (
+        first is None or first.kind in ("loss", "gradient", "gradient norm") and first.size < 1e-5
+    )
+    main(["compare", str(folder / "a"), str(folder / "micro")])
+    assert "the micro-batches differ ([2, " in capsys.readouterr().out
+
+
+def test_one_ulp_of_the_optimiser_state_is_the_first_difference(tmp_path):
+    found = []
+    for name, value in (("a", 0.5), ("b", 0.5000001)):
+        state = {"model.weight/exp_avg_sq": torch.full((3,), value)}
+        recorder = TrainingFingerprints(
+            tmp_path / name,
+            Trained(),
+            every=1,
+            autocast=contextlib.nullcontext,
+            optimizer_state=lambda state=state: state,
+        )
+        x = torch.arange(12).reshape(2, 6)
+        torch.manual_seed(0)
+        recorder.before(0, x, x + 1)
+        recorder.after(0, 1.0, 1.0)
+        found.append(tmp_path / name)
+    first = compare_training(*found).first_divergence
+    assert (first.kind, first.module_path) == ("optimizer", "model.weight/exp_avg_sq")
+
+
+def test_weights_drawn_under_another_cpu_capability_say_how_to_start_alike(tmp_path, monkeypatch):
+    for name, capability in (("a", "AVX2"), ("b", "DEFAULT")):
+        monkeypatch.setattr(
+            "xtrain.drift.training.collect",
+            lambda capability=capability: {"torch.aten_cpu_capability": capability},
+        )
+        model, x = Trained(), torch.arange(12).reshape(2, 6)
+        with torch.no_grad():
+            next(model.parameters()).add_(float(name == "b"))
+        recorder = TrainingFingerprints(
+            tmp_path / name, model, every=1, autocast=contextlib.nullcontext
+        )
+        recorder.before(0, x, x + 1)
+        recorder.after(0, 1.0, 1.0)
+    found = compare_training(tmp_path / "a", tmp_path / "b")
+    assert found.exit_code == 4 and "AVX2 in A, DEFAULT in B" in found.reason
+    assert "--resume RUN" in found.reason
 
 
 class Bent(torch.autograd.Function):

@@ -1,27 +1,37 @@
-"""Which op of one record is which op of the other: by name and module, in graph order.
+"""Ops that belong together, row by row: which can be compared, which differ, and how far.
 
-Ops that only one side has (fused, decomposed, missing) are no divergence; they are listed apart.
+xtrain.drift.pairing says which belong together. Ops that only one side has (fused, decomposed,
+missing) are no divergence; they are listed apart.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import SequenceMatcher
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from xtrain.drift.pairing import Alignment, common_order
 from xtrain.drift.record_folder import Columns, OpKey
-from xtrain.drift.values import FLOATS, STATISTICS, Distance, coarser_dtype, distance, max_ulps
+from xtrain.drift.values import (
+    FLOATS,
+    NUM_SAMPLES,
+    STATISTICS,
+    Distance,
+    absolute_difference,
+    coarser_dtype,
+    distance,
+    max_ulps,
+)
 
 RMS = STATISTICS.index("rms")
 
 
 class Unmatched(NamedTuple):
-    """An op that one of two records lacks, or has in another shape."""
+    """An op without a partner: one of two records lacks it, or has it in another shape."""
 
     record: str  # "a" | "b": the one that has it; "both" when the shapes differ
     path: str
@@ -29,24 +39,9 @@ class Unmatched(NamedTuple):
     times: int  # occurrences in all compared forwards
 
 
-@dataclass(frozen=True)
-class Alignment:
-    """Rows of two tables of ops that belong together."""
-
-    pairs: NDArray[np.int64]  # [n, 2]
-    only_a: tuple[int, ...]
-    only_b: tuple[int, ...]
-
-
-@lru_cache(maxsize=256)
-def align(a: tuple[OpKey, ...], b: tuple[OpKey, ...]) -> Alignment:
-    """Return the longest common order of (path, op), whatever the dtypes."""
-    if a == b:
-        rows = np.arange(len(a))
-        return Alignment(np.stack([rows, rows], axis=1), (), ())
-    names_a, names_b = [key[:2] for key in a], [key[:2] for key in b]
-    blocks = SequenceMatcher(None, names_a, names_b, autojunk=False).get_matching_blocks()
-    pairs = [(m.a + i, m.b + i) for m in blocks for i in range(m.size)]
+def align(a: Sequence[OpKey], b: Sequence[OpKey]) -> Alignment:
+    """Return the common order of (path, op) alone, whatever the dtypes: of blocks."""
+    pairs = common_order([key[:2] for key in a], [key[:2] for key in b])
     used_a, used_b = {i for i, _ in pairs}, {j for _, j in pairs}
     return Alignment(
         np.array(pairs, np.int64).reshape(-1, 2),
@@ -59,12 +54,13 @@ def align(a: tuple[OpKey, ...], b: tuple[OpKey, ...]) -> Alignment:
 class RowDifferences:
     """Of the aligned rows: which are comparable, and which of those differ."""
 
-    pairs: NDArray[np.int64]  # as in Alignment
+    pairs: NDArray[np.int64]  # [n, 2]
     comparable: NDArray[np.bool_]
     different: NDArray[np.bool_]
 
 
 def differences(
+    pairs: NDArray[np.int64],
     a: Columns,
     b: Columns,
     keys_a: Sequence[OpKey],
@@ -72,7 +68,7 @@ def differences(
     *,
     same_layout: bool = True,
 ) -> RowDifferences:
-    """Compare two forwards row by row.
+    """Compare the rows of two forwards that belong together.
 
     same_layout: both have the same batch and padding. Otherwise integers are not compared: counts,
     positions and masks of a whole batch say nothing about one prompt.
@@ -80,7 +76,6 @@ def differences(
     A prompt's part is compared with the other's part; where the leading dimension was mistaken for
     a batch (a table of T rows that all prompts share), the whole tensors are.
     """
-    pairs = align(tuple(keys_a), tuple(keys_b)).pairs
     i, j = pairs[:, 0], pairs[:, 1]
     comparable = np.zeros(len(pairs), bool)
     equal = np.zeros(len(pairs), bool)
@@ -89,6 +84,11 @@ def differences(
             same_shape = (shape_a[i] == shape_b[j]).all(axis=1)
             equal |= same_shape & (hash_a[i] == hash_b[j]).all(axis=1)
             comparable |= same_shape
+    dtypes = np.array([[keys_a[x].dtype, keys_b[y].dtype] for x, y in pairs.tolist()], "U8")
+    same_dtype = dtypes.reshape(-1, 2)[:, 0] == dtypes.reshape(-1, 2)[:, 1]
+    same_bits = same_dtype & (a.hash[i] == b.hash[j]).all(axis=1)  # in whatever shape
+    equal |= same_bits
+    comparable |= same_bits
     if not same_layout:
         floats = np.array([key.dtype in FLOATS for key in keys_a], bool)
         comparable &= floats[i]
@@ -96,18 +96,22 @@ def differences(
     for row in np.flatnonzero(different):
         if keys_a[i[row]].dtype != keys_b[j[row]].dtype:
             # bits of two dtypes say nothing: what is left are the numbers that were kept
-            different[row] = bound(a, b, i[row], j[row], "F64").max_abs > 0
+            different[row] = seen_difference(a, b, i[row], j[row])[1] > 0
     return RowDifferences(pairs, comparable, different)
 
 
 def contradictions(
-    a: Columns, b: Columns, keys_a: Sequence[OpKey], keys_b: Sequence[OpKey]
+    pairs: NDArray[np.int64],
+    a: Columns,
+    b: Columns,
+    keys_a: Sequence[OpKey],
+    keys_b: Sequence[OpKey],
 ) -> list[tuple[int, str]]:
     """Return (row of a, "statistics" | "samples") where bits are equal and what is of them is not.
 
     Both are functions of the bits, but for the last places of sums.
     """
-    i, j = align(tuple(keys_a), tuple(keys_b)).pairs.T
+    i, j = pairs.T
     same = (a.shape[i] == b.shape[j]).all(axis=1) & (a.hash[i] == b.hash[j]).all(axis=1)
     same &= np.array([keys_a[x].dtype == keys_b[y].dtype for x, y in zip(i, j, strict=True)], bool)
     x, y = a.statistics[i], b.statistics[j]
@@ -121,29 +125,43 @@ def contradictions(
     return found + [(int(i[row]), "samples") for row in np.flatnonzero(same & ~alike.all(axis=1))]
 
 
-def bound(a: Columns, b: Columns, i: int, j: int, dtype: str) -> Distance:
-    """Return a lower bound of the distance of two ops' results, from samples and statistics.
+def seen_difference(a: Columns, b: Columns, i: int, j: int) -> tuple[NDArray[np.float64], float]:
+    """Return the differences of the samples, and the largest of them and of the statistics.
 
-    The largest difference is at least that of any sample, of the minima, of the maxima, of the
+    The largest difference of all is at least that: of any sample, of the minima, the maxima, the
     means, and of the root mean squares.
     """
     x, y = a.samples[i], b.samples[j]
     delta = np.zeros_like(x)
     if (a.shape[i] == b.shape[j]).all():
-        both = ~(np.isnan(x) & np.isnan(y))
-        with np.errstate(invalid="ignore"):
-            delta = np.where(both, np.abs(x - y), 0.0)
-            delta[np.isnan(delta)] = np.where(x == y, 0.0, np.inf)[np.isnan(delta)]
+        delta = absolute_difference(x, y)
     counts = slice(STATISTICS.index("num_nan"), None)
     if (a.statistics[i, counts] != b.statistics[j, counts]).any():
-        return Distance(float("inf"), float("inf"), 1, exact=False)
-    with np.errstate(invalid="ignore"):
-        of_statistics = np.abs(a.statistics[i, :4] - b.statistics[j, :4])
-    rounding = 1e-12 * np.nan_to_num(np.abs(a.statistics[i, :4]))  # of sums in fp64
+        return delta, float("inf")
+    of_statistics = absolute_difference(a.statistics[i, :4], b.statistics[j, :4])
+    with np.errstate(over="ignore"):
+        rounding = 1e-12 * np.nan_to_num(np.abs(a.statistics[i, :4]))  # of sums in fp64
     of_statistics = np.where(of_statistics > rounding, of_statistics, 0.0)
-    worst = max(float(delta.max(initial=0.0)), float(np.nan_to_num(of_statistics).max(initial=0.0)))
-    ulps = max_ulps(delta, x, y, dtype)
-    return Distance(worst, ulps, int(np.count_nonzero(delta)), exact=False)
+    return delta, max(float(delta.max(initial=0.0)), float(of_statistics.max(initial=0.0)))
+
+
+def bound(a: Columns, b: Columns, i: int, j: int, dtype: str) -> Distance:
+    """Return the distance of two results as far as samples and statistics tell.
+
+    All numbers of a result that has no more than samples: exact. Where most samples differ the
+    largest is near the largest of all. Where few do, or none, nothing is near: no figure.
+    """
+    x, y = a.samples[i], b.samples[j]
+    delta, least = seen_difference(a, b, i, j)
+    count = int(np.count_nonzero(delta))
+    size = math.prod(int(n) for n in a.shape[i] if n >= 0)
+    whole = size <= NUM_SAMPLES and (a.shape[i] == b.shape[j]).all()
+    if not whole and np.isfinite(least) and count < min(size, NUM_SAMPLES) / 2:
+        return Distance(0.0, 0.0, count, exact=False)
+    rms = np.nanmax([a.statistics[i, RMS], b.statistics[j, RMS], 0.0])
+    worst = float(delta.max(initial=0.0)) if whole else least
+    ulps = max_ulps(delta, x, y, dtype, rms) if np.isfinite(least) else float("inf")
+    return Distance(worst, ulps, count, exact=bool(whole))
 
 
 def op_distance(

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from xtrain.drift.record_arrays import MAX_DIMS
-from xtrain.drift.record_folder import CaseWriter, Columns, OpKey
+from xtrain.drift.record_folder import CaseWriter, Columns, Formula, OpKey
 from xtrain.drift.values import (
     NUM_SAMPLES,
     OF_TORCH,
@@ -116,12 +116,17 @@ class Collector:
         self.positions = positions
         self.split = layout.batch > 1 or layout.padded
         self.keys: dict[str, list[OpKey]] = {"ops": [], "blocks": []}
+        self.formulas: list[Formula] = []  # of the ops
         self.rows = {kind: [_Rows() for _ in writers] for kind in self.keys}
         self.whole: dict[str, list[tuple[bytes, tuple[int, ...]]]] = {"ops": [], "blocks": []}
 
-    def add_op(self, path: str, op: str, tensor: Tensor) -> None:
-        """Take the result of an op; the tensor may change afterwards."""
+    def add_op(
+        self, path: str, op: str, tensor: Tensor, operands: Sequence[int] = (), arguments: str = ""
+    ) -> int:
+        """Take the result of an op; the tensor may change afterwards. Return its number."""
         self._add("ops", path, op, tensor)
+        self.formulas.append(Formula(tuple(operands), arguments))
+        return len(self.formulas) - 1
 
     def add_block(self, path: str, tensor: Tensor) -> None:
         """Take the output of a block; its rows go to the disk at once."""
@@ -154,7 +159,7 @@ class Collector:
         for row, writer in enumerate(self.writers):
             columns = {
                 kind: (
-                    tuple(self.keys[kind]),
+                    (tuple(self.keys[kind]), tuple(self.formulas) if kind == "ops" else None),
                     self.rows[kind][row].columns(self.whole[kind] if self.split else None),
                 )
                 for kind in self.keys

@@ -94,6 +94,13 @@ def _add_record(parser: argparse.ArgumentParser) -> None:
 def _add_compare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", metavar="A", help="a record, or a run trained with --drift-every")
     parser.add_argument("b", metavar="B", help="another")
+    parser.add_argument(
+        "--map",
+        action="append",
+        default=[],
+        metavar="OLD=NEW",
+        help="read parts of names as others, in both: --map module.= --map attn=attention",
+    )
     add_output_flags(parser.add_argument)
     parser.set_defaults(run=run_compare)
 
@@ -130,11 +137,11 @@ def run_compare(args: argparse.Namespace) -> int:
     from xtrain.drift.comparison import compare
     from xtrain.drift.report import as_json, as_text
 
-    if training_folder.find(args.a) or training_folder.find(args.b):
-        return _compare_training(args)
     if args.html == "-":
         raise DriftError("--html needs the name of a file; --json alone knows -, for stdout")
-    comparison = compare(args.a, args.b)
+    if training_folder.find(args.a) or training_folder.find(args.b):
+        return _compare_training(args)
+    comparison = compare(args.a, args.b, names=_names(args.map))
     if args.html:
         from xtrain.drift.page import page
 
@@ -143,15 +150,29 @@ def run_compare(args: argparse.Namespace) -> int:
     return comparison.exit_code
 
 
+def _names(flags: Sequence[str]) -> dict[str, str]:
+    found = {}
+    for flag in flags:
+        old, equals, new = flag.partition("=")
+        if not equals:
+            raise DriftError(f"--map needs OLD=NEW, parts of the names of modules; got {flag!r}")
+        found[old] = new
+    return found
+
+
 def _compare_training(args: argparse.Namespace) -> int:
     from dataclasses import asdict
 
     from xtrain.drift.report import plain
     from xtrain.drift.training_folder import as_text, compare_training
 
+    if args.map:
+        raise DriftError("--map is for records; training runs are compared by their own names")
     comparison = compare_training(args.a, args.b)
     if args.html:
-        raise DriftError("there is no page for training runs; leave out --html")
+        from xtrain.drift.page import training_page
+
+        write_text(args.html, training_page(as_text(comparison), comparison.exit_code))
     values = {**asdict(comparison), "exit_code": comparison.exit_code}
     deliver(args.json, lambda: plain(values), lambda: as_text(comparison))
     return comparison.exit_code

@@ -32,6 +32,8 @@ def changes(a: Record, b: Record) -> list[Change]:
     for left, right in ((a.environment, b.environment), (run_a, run_b)):
         for name in [*left, *(name for name in right if name not in left)]:
             x, y = left.get(name), right.get(name)
+            if name.startswith("weights.") and (name not in left or name not in right):
+                continue  # records of version 1 do not say how weights lie in memory
             if x != y:
                 if isinstance(x, list) and isinstance(y, list):  # of long lists, what differs
                     x, y = [v for v in x if v not in y], [v for v in y if v not in x]
@@ -76,7 +78,7 @@ def _structure(a: Record, b: Record) -> str | None:
     for name in [*weights_a, *weights_b]:
         if name not in weights_a or name not in weights_b:
             lacking = "A" if name not in weights_a else "B"
-            return f"other models: {lacking} has no weight {name}"
+            return f"other models: {lacking} has no weight {name}; --map OLD=NEW if it is renamed"
         x, y = weights_a[name]["shape"], weights_b[name]["shape"]
         if x != y:
             return f"other models: {name} is {x} in A and {y} in B"

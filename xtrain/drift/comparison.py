@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,7 +16,9 @@ from xtrain.drift.align import Unmatched, align, contradictions, differences, op
 from xtrain.drift.comparable import Change, changes, why_not_comparable
 from xtrain.drift.errors import DriftError
 from xtrain.drift.flip import flip_verdict
+from xtrain.drift.pairing import Partners
 from xtrain.drift.record_folder import Case, Columns, OpKey, Record, Step
+from xtrain.drift.renaming import by_flag, by_weights
 from xtrain.drift.rows import Aside, out_of_order, set_aside
 from xtrain.drift.values import Distance, absolute_difference, coarser_dtype, max_ulps, to_float64
 
@@ -42,6 +44,7 @@ class Divergence:
     dtypes: tuple[str, str]
     shape: tuple[int, ...]
     distance: Distance
+    cause: str = ""  # as far as operands and arguments tell
 
     def __iter__(self) -> Iterator[str]:
         return iter((self.module_path, self.op))
@@ -93,7 +96,7 @@ class LayerGrowth:
 
     path: str
     max_abs: float = 0.0
-    max_ulps: float = 0.0
+    max_ulps: float = 0.0  # of numbers of the size of the output's rms at that place, or larger
     max_relative: float = 0.0  # to the root mean square of the output at that place
     num_different: int = 0
     num_compared: int = 0
@@ -112,7 +115,9 @@ class Comparison:
     growth: list[LayerGrowth] = field(default_factory=list)
     unmatched: list[Unmatched] = field(default_factory=list)
     num_matched: int = 0  # op results compared
+    renamed: list[tuple[str, str]] = field(default_factory=list)  # weights: name in b, name in a
     aside: Aside = field(default_factory=set, repr=False)  # rows in an order of their own
+    partners: Partners | None = field(default=None, repr=False)  # None: not compared op by op
 
     @cached_property
     def same_layout(self) -> bool:
@@ -169,22 +174,33 @@ def _headroom(position: Position) -> tuple[bool, bool, float, float]:
     return not position.flipped, not position.can_flip, ratio, position.margin
 
 
-def compare(a: Record | str | os.PathLike[str], b: Record | str | os.PathLike[str]) -> Comparison:
+def compare(
+    a: Record | str | os.PathLike[str],
+    b: Record | str | os.PathLike[str],
+    *,
+    names: Mapping[str, str] | None = None,
+) -> Comparison:
     """Compare two records, or the folders of two; neither environment need be there.
 
-    Raises: DriftError for a record that is missing, damaged or of another version.
+    Args:     names: OLD -> NEW, whole parts of the names of modules and weights that both records
+              are read with; without it b's names are taken for a's where prefix or bits say so.
+    Raises:   DriftError for a record that is missing, damaged or of another version, and for names
+              that neither record has.
     """
     a = a if isinstance(a, Record) else Record(a)
     b = b if isinstance(b, Record) else Record(b)
     for opened in (a, b):
         opened.verify()
+    a, b = by_flag(a, b, names or {})
+    b, renamed = by_weights(a, b)
     reason, same_inputs = why_not_comparable(a, b)
-    result = Comparison(a, b, reason, changes(a, b))
+    result = Comparison(a, b, reason, changes(a, b), renamed=renamed)
     if not same_inputs:
         return result
     result.growth = [LayerGrowth(path) for path in a.model["blocks"]]
+    result.partners = Partners(a, b, same_layout=result.same_layout)
     if not result.same_layout:
-        result.aside = out_of_order(a, b)
+        result.aside = out_of_order(a, b, result.partners)
     unmatched: Counter[tuple[str, str, str]] = Counter()
     for case_a, case_b in zip(a.cases, b.cases, strict=True):
         result.prompts.append(_compare_case(result, case_a, case_b, unmatched))
@@ -233,13 +249,16 @@ def _compare_ops(
             names = keys_a or keys_b
             unmatched.update(("a" if keys_a else "b", *key[:2]) for key in names)
             continue
-        aligned = align(keys_a, keys_b)
+        if kind == "ops" and result.partners is not None:
+            aligned = result.partners(a, b)
+        else:
+            aligned = align(keys_a, keys_b)
         unmatched.update(("a", *keys_a[i][:2]) for i in aligned.only_a)
         unmatched.update(("b", *keys_b[j][:2]) for j in aligned.only_b)
         columns = a.columns(kind), b.columns(kind)
-        for i, what in contradictions(*columns, keys_a, keys_b)[:1]:
+        for i, what in contradictions(aligned.pairs, *columns, keys_a, keys_b)[:1]:
             raise _contradiction(a, keys_a[i], what)
-        rows = differences(*columns, keys_a, keys_b, same_layout=result.same_layout)
+        rows = differences(aligned.pairs, *columns, keys_a, keys_b, same_layout=result.same_layout)
         if kind == "ops" and result.aside:
             rows = set_aside(rows, a, b, result.aside)
         result.num_matched += int(rows.comparable.sum())
@@ -248,7 +267,10 @@ def _compare_ops(
         different = np.flatnonzero(rows.different)
         if len(different):
             i, j = (int(index) for index in rows.pairs[different[0]])
-            found.append(_divergence(kind, a, b, i, j))
+            place, divergence = _divergence(kind, a, b, i, j)
+            if kind == "ops" and result.partners is not None:
+                divergence = replace(divergence, cause=result.partners.cause(a, b, aligned, i, j))
+            found.append((place, divergence))
     return min(found, key=lambda item: item[0])[1] if found else None
 
 
@@ -366,8 +388,11 @@ def _grow(result: Comparison, a: Step, b: Step) -> None:
         layer.num_different += int(delta.any(axis=1).sum())
         worst = float(delta.max())
         layer.max_abs = max(layer.max_abs, worst)
-        layer.max_ulps = max(layer.max_ulps, max_ulps(delta, x, y, coarser_dtype(dtype_a, dtype_b)))
         with np.errstate(all="ignore"):
-            relative = delta.max(axis=1) / np.sqrt(np.mean(x * x, axis=1))
+            rms = np.sqrt(np.mean(x * x, axis=1))
+            relative = delta.max(axis=1) / rms
+        coarser = coarser_dtype(dtype_a, dtype_b)
+        ulps = max_ulps(delta, x, y, coarser, np.nan_to_num(rms)[:, None])
+        layer.max_ulps = max(layer.max_ulps, ulps)
         if np.isfinite(relative).any():
             layer.max_relative = max(layer.max_relative, float(np.nanmax(relative)))

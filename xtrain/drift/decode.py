@@ -20,7 +20,7 @@ from torch import Tensor
 
 from xtrain.drift.collect import Collector
 from xtrain.drift.errors import DriftError
-from xtrain.drift.observe import logits_of, observed
+from xtrain.drift.observe import Origins, logits_of, observed
 from xtrain.drift.record_folder import CaseWriter
 from xtrain.drift.recording import _Recording, greedy
 
@@ -221,7 +221,8 @@ def _forwards(recording: _Recording, cases: list[Any], prompt_length: int) -> It
         layout = recording.layout(batch, length, [length] * len(cases))
         collector = Collector(layout, cases, [slice(-1, None)] * len(cases))
         ops = op_steps is None or len(cases[0].steps) < op_steps
-        with observed(model, recording.runner.blocks, collector, ops=ops):
+        origins = Origins(model, (*args, *kwargs.values()))
+        with observed(model, recording.runner.blocks, collector, origins, ops=ops):
             output = original(*args, **kwargs)
         logits = logits_of(output)[:, -1:, : recording.subject.vocab_size]
         total = prompt_length + len(cases[0].steps)  # the forward itself may read a cache

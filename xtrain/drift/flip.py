@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 CHUNK_ELEMENTS = 1 << 22  # of one fp64 temporary: 32 MiB
+HUGE = 2.0**1020  # of larger numbers a difference of differences may be infinite
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class PositionVerdict:
 
     token: int  # i, what a chooses
     token_b: int  # what b chooses
-    runner_up: int  # the j of the margin; -1 when V = 1
+    runner_up: int  # the j of the margin; -1 where no other token has a logit above -inf
     margin: float
     shift: float
     can_flip: bool
@@ -98,24 +99,48 @@ def as_float64(values: Any) -> NDArray[np.float64]:
 
 def _verdict(a: NDArray[np.float64], b: NDArray[np.float64]) -> tuple[NDArray[Any], ...]:
     token, token_b = a.argmax(axis=1), b.argmax(axis=1)
+    scale = _room(a, b)
+    x, y = a * scale, b * scale
     # np.asarray of a matrix minus a column: pairs (i, j) of each position, j along the columns
-    gap = _difference(_column(a, token), a, equal_infinities=0.0)
-    moved = _difference(b, a, equal_infinities=0.0)
+    gap = _difference(_column(x, token), x, equal_infinities=0.0)
+    moved = _difference(y, x, equal_infinities=0.0)
     # both of a pair became infinite: nothing is known of their order any more
     shift = np.abs(_difference(moved, _column(moved, token), equal_infinities=np.inf))
     np.put_along_axis(gap, token[:, None], np.inf, axis=1)  # i with itself is no pair
     np.put_along_axis(shift, token[:, None], 0.0, axis=1)
     flipped = token != token_b
+    with np.errstate(over="ignore"):  # a difference of two numbers may be none in fp64
+        margin = gap.min(axis=1, initial=np.inf) / scale[:, 0]
+        largest = shift.max(axis=1, initial=0.0) / scale[:, 0]
     return (
         token,
         token_b,
-        gap.argmin(axis=1) if a.shape[1] > 1 else np.full(len(a), -1),
-        gap.min(axis=1, initial=np.inf),
-        shift.max(axis=1, initial=0.0),
+        _runner_up(a, token),
+        margin,
+        largest,
         # a flip that happened could happen, whatever the last rounding of the differences says
         (shift >= gap).any(axis=1) | flipped,
         flipped,
     )
+
+
+def _room(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return a power of two per position that keeps differences of differences finite."""
+    largest = np.zeros(len(a))
+    for values in (a, b):
+        sizes = np.abs(values, where=np.isfinite(values), out=np.zeros_like(values))
+        largest = np.maximum(largest, sizes.max(axis=1, initial=0.0))
+    return np.where(largest > HUGE, 2.0**-3, 1.0)[:, None]
+
+
+def _runner_up(a: NDArray[np.float64], token: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the largest of the others, -1 where all of them are out of the question."""
+    others = a.copy()
+    np.put_along_axis(others, token[:, None], -np.inf, axis=1)
+    found = others.argmax(axis=1)
+    tie = np.isneginf(_column(a, token)[:, 0])  # every logit is -inf: the next index
+    none = np.isneginf(_column(others, found)[:, 0]) & (~tie | (a.shape[1] == 1))
+    return np.where(none, -1, np.where(tie, 1, found))
 
 
 def _column(values: NDArray[np.float64], index: NDArray[np.int64]) -> NDArray[np.float64]:

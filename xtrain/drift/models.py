@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from xtrain.drift.errors import DriftError
-from xtrain.drift.weights import checkpoint_hash, hash_weights
+from xtrain.drift.weights import checkpoint_hash, hash_weights, header_sizes
 from xtrain.strict_read import file_bytes, json_value, why
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -33,6 +33,7 @@ class Subject:
     encode: Callable[[str], list[int]] | None = None
     decode: Callable[[Sequence[int]], str] | None = None
     weights: list[dict[str, Any]] = field(default_factory=list)  # before any cast
+    file_headers: list[str] = field(default_factory=list)  # lengths; of a Hugging Face folder
 
 
 def load(name: str, *, seed: int, runs: str, dtype: str, device: str) -> Subject:
@@ -146,6 +147,7 @@ def _hugging_face(folder: Path, dtype: str) -> Subject:
         description["checkpoint"] = checkpoint  # what the cast may have taken away
     length = getattr(config, "max_position_embeddings", None)
     subject = Subject(model, description, config.vocab_size, length)
+    subject.file_headers = header_sizes(folder)
     if (folder / "tokenizer.json").is_file():
         from tokenizers import Tokenizer
 

@@ -11,8 +11,10 @@ unobserved   logits alone, for a model that is compiled already
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +23,8 @@ from torch import Tensor, nn
 from xtrain import torch_compat
 from xtrain.drift.collect import Collector
 from xtrain.drift.errors import DriftError
-from xtrain.drift.weights import derived_buffers
+from xtrain.drift.record_fields import FIRST_WEIGHT, INPUT, UNKNOWN
+from xtrain.drift.weights import derived_buffers, saved_weights
 
 MODES = ("eager", "aot_eager", "inductor", "unobserved")
 UNSEEN = ("inductor", "unobserved")  # the modes in which no op's result is seen
@@ -56,7 +59,7 @@ class Runner:
             self.observer_effect = {"differs": False, "max_abs": 0.0}
             backend: Any = mode
             if mode == "aot_eager":
-                backend = torch_compat.interpreting_backend(self._graph_result)
+                backend = torch_compat.interpreting_backend(self._graph_result, with_operands=True)
             self._with_blocks = _WithBlocks(model, self.blocks)
             self._plain = _compile(_Logits(model), mode)
             self._observed = _compile(self._with_blocks, backend)
@@ -65,22 +68,23 @@ class Runner:
         self, inputs: Mapping[str, Any], collector: Collector | None, *, ops: bool = True
     ) -> Tensor:
         """Return logits [B, T, V]; with collector None the run is not recorded, ops or blocks."""
+        origins = Origins(self.model, inputs.values())
         if collector is not None and ops and self.mode in ("eager", "aot_eager"):
             for name, buffer in self.derived:
                 path, _, own_name = name.rpartition(".")
-                collector.add_op(path, f"buffer.{own_name}", buffer)
+                origins.note(buffer, collector.add_op(path, f"buffer.{own_name}", buffer))
         with torch.no_grad():
             if self.mode in ("aot_eager", "inductor"):
-                return self._compiled(inputs, collector, ops)
+                return self._compiled(inputs, collector, ops, origins)
             if collector is None or self.mode == "unobserved":
                 return logits_of(call(self.model, inputs))
-            with observed(self.model, self.blocks, collector, ops=ops):
+            with observed(self.model, self.blocks, collector, origins, ops=ops):
                 return logits_of(call(self.model, inputs))
 
     def _compiled(
-        self, inputs: Mapping[str, Any], collector: Collector | None, ops: bool
+        self, inputs: Mapping[str, Any], collector: Collector | None, ops: bool, origins: Origins
     ) -> Tensor:
-        self._collector = collector if ops else None
+        self._collector, self._origins = (collector if ops else None), origins
         try:
             with self._with_blocks.hooks():
                 logits, blocks = self._observed(inputs)
@@ -100,9 +104,12 @@ class Runner:
             self.note_effect(logits, plain)
         return plain
 
-    def _graph_result(self, path: str, function: Any, result: Any) -> None:
+    def _graph_result(
+        self, path: str, function: Any, result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
         if self._collector is not None:
-            record_result(self._collector, path.removeprefix("model").lstrip("."), function, result)
+            path = path.removeprefix("model").lstrip(".")
+            record_result(self._collector, self._origins, path, function, args, kwargs, result)
 
     def note_effect(self, observed_logits: Tensor, plain: Tensor) -> None:
         """Compare the logits of a run that was watched with those of one that was not."""
@@ -169,16 +176,18 @@ class _WithBlocks(_Logits):
 
 
 class _Observer(torch_compat.PlainDispatchMode):
-    def __init__(self, collector: Collector):
+    def __init__(self, collector: Collector, origins: Origins):
         super().__init__()
-        self.collector = collector
+        self.collector, self.origins = collector, origins
         self.path: list[str] = []  # of the modules that run, the innermost last
         self.paused = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
         if not self.paused:
-            record_result(self.collector, self.path[-1] if self.path else "", func, result)
+            path = self.path[-1] if self.path else ""
+            record_result(self.collector, self.origins, path, func, args, kwargs, result)
         return result
 
     def enter(self, path: str) -> Callable[..., None]:
@@ -202,10 +211,15 @@ class _Observer(torch_compat.PlainDispatchMode):
 
 @contextmanager
 def observed(
-    model: nn.Module, blocks: Mapping[str, nn.Module], collector: Collector, *, ops: bool = True
+    model: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    collector: Collector,
+    origins: Origins,
+    *,
+    ops: bool = True,
 ) -> Iterator[None]:
     """Record the ops of what runs inside, unless ops is False, and the outputs of blocks."""
-    observer = _Observer(collector)
+    observer = _Observer(collector, origins)
     handles = []
     for path, module in model.named_modules():
         handles.append(module.register_forward_pre_hook(observer.enter(path)))
@@ -222,24 +236,131 @@ def observed(
 class OpSink(Protocol):
     """What takes the results of ops."""
 
-    def add_op(self, path: str, op: str, tensor: Tensor) -> None:
-        """Take one; the tensor may change afterwards."""
+    def add_op(
+        self, path: str, op: str, tensor: Tensor, operands: Sequence[int] = (), arguments: str = ""
+    ) -> int:
+        """Take one, which may change afterwards, and return its number among those taken."""
 
 
-def record_result(collector: OpSink, path: str, func: Any, result: Any) -> None:
-    """Hand the tensors that an op computed to the collector; views compute nothing."""
-    name = op_name(func)
-    if name in SKIPPED or is_view(func):
+class Origins:
+    """Which op, weight or input of a forward a tensor comes from; a view comes from what it shows.
+
+    Known by the memory that holds it: what an op has written last is that op's result.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Iterable[Any]):
+        self.found = {_memory(value): INPUT for value in inputs if isinstance(value, Tensor)}
+        pieces = sorted(
+            (start, start + tensor.nbytes, FIRST_WEIGHT - number)
+            for number, (_, tensor) in enumerate(saved_weights(model))
+            if (start := _address(tensor))
+        )
+        self.pieces, self.starts = pieces, [start for start, _, _ in pieces]
+        self.weights = {_memory(tensor) for _, tensor in saved_weights(model)}
+
+    def of(self, tensor: Tensor) -> int:
+        """Return the number of an op, or INPUT, UNKNOWN, or FIRST_WEIGHT less a weight's number."""
+        found = self.found.get(_memory(tensor))
+        if found is not None:
+            return found
+        address = _address(tensor)
+        at = bisect_right(self.starts, address) - 1
+        inside = at >= 0 and address < self.pieces[at][1]
+        return self.pieces[at][2] if inside else UNKNOWN
+
+    def note(self, tensor: Tensor, origin: int) -> None:
+        """Remember where a tensor comes from."""
+        memory = _memory(tensor)
+        if memory and memory not in self.weights:  # a file's weights may share one piece of memory
+            self.found[memory] = origin
+
+
+def _memory(tensor: Tensor) -> int:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0  # a tensor without memory of its own
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.data_ptr() if _memory(tensor) else 0
+
+
+def record_result(
+    collector: OpSink,
+    origins: Origins | None,
+    path: str,
+    func: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    result: Any,
+) -> None:
+    """Hand the tensors that an op computed to the collector; views compute nothing.
+
+    origins: where tensors come from; None where that is not recorded.
+    """
+    if is_view(func):
         return
+    name = op_name(func)
     results = result if isinstance(result, tuple | list) else (result,)
-    if name.startswith("aten._scaled_dot_product"):
-        results = results[:1]  # the others are for backward, on CUDA random state among them
+    operands, arguments = _computed_from(func, args, kwargs)
+    sources = [origins.of(tensor) for tensor in operands] if origins is not None else []
+    if name in SKIPPED:
+        for tensor in results:
+            if isinstance(tensor, Tensor) and origins is not None:
+                origins.note(tensor, sources[0] if sources else UNKNOWN)
+        return
+    seen = 1 if name.startswith("aten._scaled_dot_product") else len(results)
     for number, tensor in enumerate(results):
-        if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
-            if not tensor.is_quantized and not tensor.is_meta:
-                collector.add_op(path, f"{name}.{number}" if number else name, tensor)
+        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+            continue
+        origin = UNKNOWN  # the others are for backward, on CUDA random state among them
+        if number < seen and not tensor.is_quantized and not tensor.is_meta:
+            full = f"{name}.{number}" if number else name
+            origin = collector.add_op(path, full, tensor, sources, arguments)
+        if origins is not None:
+            origins.note(tensor, origin)
 
 
+def _computed_from(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[list[Tensor], str]:
+    """Return an op's tensors, and what else its numbers depend on: eps, factors, an approximation.
+
+    Sizes and dimensions are seen in the shapes, and grow with the sequence.
+    """
+    tensors: list[Tensor] = []
+    words = []
+    for (name, kept), value in zip(_parameters_of(func), args, strict=False):
+        _take(value, tensors)
+        if kept and isinstance(value, bool | int | float | str):
+            words.append(f"{name}={value}")
+    for name, value in kwargs.items():
+        _take(value, tensors)
+        if isinstance(value, float | str) or isinstance(value, int) and name != "dim":
+            words.append(f"{name}={value}")
+    return tensors, ", ".join(words) if tensors else ""
+
+
+def _take(value: Any, tensors: list[Tensor]) -> None:
+    if isinstance(value, Tensor):
+        tensors.append(value)
+    elif isinstance(value, tuple | list):
+        tensors.extend(item for item in value if isinstance(item, Tensor))
+
+
+@lru_cache(maxsize=4096)
+def _parameters_of(func: Any) -> list[tuple[str, bool]]:
+    """Return of each positional argument its name, and whether its number is one of the formula."""
+    schema = getattr(func, "_schema", None)
+    kinds = ("Tensor", "number", "float", "bool", "str")
+    return [
+        (value.name, str(value.type).removeprefix("Optional[").rstrip("]") in kinds)
+        for value in (schema.arguments if schema is not None else ())
+    ]
+
+
+@lru_cache(maxsize=4096)
 def op_name(func: Any) -> str:
     """Return "aten.add" for every overload of it, in place or not."""
     schema = getattr(func, "_schema", None)
@@ -247,6 +368,7 @@ def op_name(func: Any) -> str:
     return name[:-1] if name.endswith("_") and not name.endswith("__") else name
 
 
+@lru_cache(maxsize=4096)
 def is_view(func: Any) -> bool:
     """Return whether an op's results share the memory of its inputs without writing to it."""
     schema = getattr(func, "_schema", None)

@@ -61,6 +61,21 @@ def page(comparison: Comparison) -> str:
         *_unmatched(comparison),
         *_environment(comparison),
     ]
+    return _document(names, body)
+
+
+def training_page(text: str, exit_code: int) -> str:
+    """Return the page of two training runs: their report as it is."""
+    colour = COLOURS[exit_code]
+    body = [
+        "<h1>Drift between two training runs</h1>",
+        f'<p class="verdict" style="border-color: {colour}">Exit code {exit_code}</p>',
+        f'<pre class="scroll">{escape(text)}</pre>',
+    ]
+    return _document("two training runs", body)
+
+
+def _document(names: str, body: Sequence[str]) -> str:
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -78,7 +93,8 @@ def _first(comparison: Comparison) -> list[str]:
         parts.append(
             f"<p>The first difference is in <code>{escape(first.op)}</code> of "
             f"<code>{where}</code>, at prompt {first.prompt}, step {first.step}: "
-            f"{escape(size_text(first.distance))}.</p>"
+            f"{escape(size_text(first.distance))}"
+            f"{f'; {escape(first.cause)}' if first.cause else ''}.</p>"
         )
     elif comparison.prompts:
         parts.append("<p>No op that both have differs.</p>")

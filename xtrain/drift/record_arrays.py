@@ -8,6 +8,7 @@ is there once only.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,10 +16,10 @@ from numpy.typing import NDArray
 
 from xtrain.drift.record_fields import damaged
 from xtrain.drift.storage import TensorFile
-from xtrain.drift.values import NUM_SAMPLES, STATISTICS, hash_bits, same_nan
+from xtrain.drift.values import DTYPES, NUM_SAMPLES, STATISTICS, hash_bits, same_nan
 
 if TYPE_CHECKING:
-    from xtrain.drift.record_folder import Case, Columns, Step
+    from xtrain.drift.record_folder import Case, Step
 
 MAX_DIMS = 8
 # of the arrays with a row per op or block: dtype, and columns
@@ -49,6 +50,8 @@ def check_arrays(case: Case) -> None:
         for number, key in enumerate(step.keys("blocks")):
             names.add(full := f"{step.prefix}/rows/{number:04d}")
             _check(arrays, full, key.dtype, (None, None))
+        if case.record.contents["version"] > 1:
+            names |= _check_small(step, arrays)
         names.add(full := f"{step.prefix}/logits")
         _check(arrays, full, None, (len(step.tokens), num_logits))
         num_logits = arrays.entries[full].shape[1]
@@ -57,6 +60,24 @@ def check_arrays(case: Case) -> None:
     _nothing_else(arrays, names)
     if values is not None:
         _nothing_else(values, {name for step in case.steps for name in _check_values(step, values)})
+
+
+def _check_small(step: Step, arrays: TensorFile) -> set[str]:
+    """Check the small results of a step against their shapes, and return the names."""
+    rows_name, bits_name = f"{step.prefix}/small/rows", f"{step.prefix}/small/bits"
+    _check(arrays, rows_name, "I64", (None,))
+    _check(arrays, bits_name, "U8", (None,))
+    rows, keys, shapes = arrays[rows_name], step.keys(), step.columns().shape
+    if (np.diff(rows, prepend=-1) <= 0).any() or (rows >= len(keys)).any():
+        raise damaged(arrays.path, f"the tensor {rows_name} names no ops in their order")
+    size = sum(
+        math.prod(int(n) for n in shapes[row] if n >= 0)
+        * np.dtype(DTYPES[keys[row].dtype][0]).itemsize
+        for row in rows
+    )
+    if size != arrays.entries[bits_name].shape[0]:
+        raise damaged(arrays.path, f"the tensor {bits_name} has not the {size} bytes of its shapes")
+    return {rows_name, bits_name}
 
 
 def _check_values(step: Step, values: TensorFile) -> list[str]:
@@ -107,7 +128,10 @@ def check_contents(case: Case) -> None:
         if decode in (None, "greedy") and step.tokens != logits.argmax(axis=1).tolist():
             raise damaged(path, f"{where}.tokens are not the largest of its logits")
         if case.values is not None:
-            _check_hashes(step, case.values)
+            for index in range(len(step.keys())):
+                _check_hash(step, index, case.values, f"{step.prefix}/{index:05d}")
+        for index in step.small:
+            _check_hash(step, index, case.arrays, f"{step.prefix}/small/bits, row {index},")
 
 
 def _margins(logits: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -116,19 +140,18 @@ def _margins(logits: NDArray[np.float64]) -> NDArray[np.float64]:
         return np.full(len(logits), np.inf)
     top = np.partition(np.where(np.isnan(logits), np.inf, logits), -2, axis=1)[:, -2:]
     nan = np.isnan(logits).any(axis=1)
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore", over="ignore"):
         return np.where(nan, np.nan, top[:, 1] - top[:, 0])
 
 
-def _check_hashes(step: Step, values: TensorFile) -> None:
-    columns: Columns = step.columns()
-    for index, key in enumerate(step.keys()):
-        name = f"{step.prefix}/{index:05d}"
-        bits = values[name].reshape(-1)
-        if columns.statistics[index, NUM_NAN]:
-            bits = same_nan(bits, key.dtype)
-        if hash_bits(bits) != columns.hash[index].tobytes():
-            raise damaged(values.path, f"the tensor {name} has not the hash that it was given")
+def _check_hash(step: Step, index: int, file: TensorFile, name: str) -> None:
+    columns, value = step.columns(), step.value(index)
+    assert value is not None
+    bits, dtype = value[0].reshape(-1), value[1]
+    if columns.statistics[index, NUM_NAN]:
+        bits = same_nan(bits, dtype)
+    if hash_bits(bits) != columns.hash[index].tobytes():
+        raise damaged(file.path, f"the tensor {name} has not the hash that it was given")
 
 
 def _same(a: NDArray[np.float64], b: NDArray[np.float64]) -> bool:

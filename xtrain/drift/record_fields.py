@@ -6,6 +6,7 @@ passes there, and is refused here by name instead of failing somewhere in a comp
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,14 +20,19 @@ from xtrain.strict_read import Check, is_count, is_text, shown
 from xtrain.strict_read import is_object as _is_dict
 
 FORMAT = "xtrain.drift"
-VERSION = 1  # raised when an older reader could not read a newer record
+VERSION = 2  # raised when an older reader could not read a newer record
+READABLE = (1, 2)  # 1 has no operands and keeps no small result whole
+# what an operand is that no op of the forward has computed; the next weight is one less
+INPUT, UNKNOWN, FIRST_WEIGHT = -1, -2, -3
 MODES = (*flag_values.MODES, "unobserved")
 NOT_FINITE = ("nan", "inf", "-inf")  # how numbers that JSON has not are written
 
 
 def is_number(value: Any) -> bool:
     """Return whether a value is a number, or the text for one that JSON has not."""
-    return type(value) in (int, float) and abs(value) < 2**1000 or value in NOT_FINITE
+    if type(value) is float:
+        return math.isfinite(value)
+    return type(value) is int and abs(value) < 2**1000 or value in NOT_FINITE
 
 
 def is_id(value: Any) -> bool:
@@ -67,7 +73,14 @@ def _hashes(value: Mapping[str, Any]) -> bool:
 
 
 def _is_key(value: Any) -> bool:
-    return listed(is_text, 3)(value) and value[2] in DTYPES
+    if not isinstance(value, list) or len(value) not in (3, 5):
+        return False
+    fits = listed(is_text, 3)(value[:3]) and value[2] in DTYPES
+    return fits and (len(value) == 3 or listed(_is_origin)(value[3]) and is_text(value[4]))
+
+
+def _is_origin(value: Any) -> bool:
+    return type(value) is int and abs(value) < 1 << 31
 
 
 def is_row(value: Any) -> bool:
@@ -85,7 +98,7 @@ def _positive(value: Any) -> bool:
 
 RECORD: dict[str, Check] = {
     "format": one_of([FORMAT]),
-    "version": lambda value: type(value) is int and value == VERSION,
+    "version": lambda value: type(value) is int and value in READABLE,
     "environment": _is_dict,
     "model": _is_dict,
     "run": _is_dict,
@@ -169,6 +182,15 @@ def check_record(contents: Any, path: Path) -> None:
             raise wrong(path, f"prompts[{number}].xxh3_128", prompt["xxh3_128"])
         if run["decode"] is not None and not prompt["tokens"]:
             raise wrong(path, f"prompts[{number}].tokens", prompt["tokens"])
+
+
+def check_formulas(contents: Mapping[str, Any], path: Path) -> None:
+    """Raise DriftError unless ops compute from ops before them, and from weights that there are."""
+    last = FIRST_WEIGHT - len(contents["model"]["weights"])
+    for number, table in enumerate(contents["tables"]):
+        for row, (*_, operands, _) in enumerate(key for key in table if len(key) > 3):
+            if any(not last < origin < row for origin in operands):
+                raise damaged(path, f"tables[{number}][{row}] computes from {operands}"[:80])
 
 
 def check_case(contents: Any, path: Path, record: Mapping[str, Any], number: int) -> None:

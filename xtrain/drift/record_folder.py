@@ -12,12 +12,14 @@ docs/drift.md describes every field.
 
 from __future__ import annotations
 
+import copy
+import math
 import os
 import re
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,29 +29,44 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtrain.drift.errors import DriftError
-from xtrain.drift.record_arrays import COLUMNS, check_arrays, check_contents
+from xtrain.drift.record_arrays import COLUMNS, MAX_DIMS, check_arrays, check_contents
 from xtrain.drift.record_fields import (
     FORMAT,
+    READABLE,
     VERSION,
     check_case,
+    check_formulas,
     check_record,
     damaged,
     read_json,
 )
 from xtrain.drift.storage import TensorFile, TensorWriter, file_hash, write_json, writing
 from xtrain.drift.temporary import TemporaryFolder
-from xtrain.drift.values import to_float64
+from xtrain.drift.values import DTYPES, to_float64
 
+SMALL = 4096  # numbers of a result that is kept whole
+ROOM = 4 << 20  # bytes of such results in all steps of a prompt
+NOTHING = np.empty(0, np.uint8)
 # what a file of a record is called; others in its folder are none of it
 OURS = re.compile(r"record\.json|case_\d+\.(json|safetensors)|values_\d+\.safetensors")
 
 
 class OpKey(NamedTuple):
-    """What an op is called by: two records match ops by path and op, in graph order."""
+    """What an op is called."""
 
     path: str  # of the module that calls it; "" is the model itself
     op: str  # "aten.mm"; of several results the later ones are "aten.native_layer_norm.1"
     dtype: str  # as in safetensors
+
+
+class Formula(NamedTuple):
+    """What an op computes from."""
+
+    operands: tuple[int, ...]  # rows of the table, or INPUT, UNKNOWN, FIRST_WEIGHT and below
+    arguments: str  # the other numbers of the formula: "other=0.5"
+
+
+Table = tuple[tuple[OpKey, ...], tuple[Formula, ...] | None]  # None: of blocks, or not recorded
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,18 +87,24 @@ class RecordWriter:
     def __init__(self, path: Path, *, overwrite: bool = False):
         self.path = path
         check_free(path, overwrite=overwrite)
-        self.tables: dict[tuple[OpKey, ...], int] = {}
+        self.tables: dict[Table, int] = {}
         with writing(path):
             self.folder = TemporaryFolder(path)
         self.temp = self.folder.path
 
-    def table(self, keys: tuple[OpKey, ...]) -> int:
+    def table(self, table: Table) -> int:
         """Return the number of a list of ops; equal lists are kept once."""
-        return self.tables.setdefault(keys, len(self.tables))
+        return self.tables.setdefault(table, len(self.tables))
 
     def close(self, contents: dict[str, Any]) -> None:
         """Write record.json and the manifest, and give the folder its name."""
-        tables = [[list(key) for key in keys] for keys in self.tables]
+        tables = [
+            [
+                [*key, *formula]
+                for key, formula in zip(keys, formulas or [()] * len(keys), strict=True)
+            ]
+            for keys, formulas in self.tables
+        ]
         record = {"format": FORMAT, "version": VERSION, **contents, "tables": tables}
         write_json(self.temp / "record.json", record)
         files = {
@@ -136,11 +159,16 @@ class CaseWriter:
         if values:
             self.values = TensorWriter(writer.temp / f"values_{number:04d}.safetensors")
         self.steps: list[dict[str, Any]] = []
+        self.room = ROOM
+        self.small: list[tuple[int, NDArray]] = []  # of the step under way: row, bits
 
     def add_value(self, index: int, bits: NDArray, dtype: str) -> None:
-        """Keep the whole tensor of an op of the step under way."""
+        """Keep the whole tensor of an op of the step under way, if it is small or all are kept."""
         if self.values is not None:
             self.values.add(f"step_{len(self.steps):04d}/{index:05d}", bits, dtype)
+        elif bits.size <= SMALL and bits.ndim <= MAX_DIMS and bits.nbytes <= self.room:
+            self.room -= bits.nbytes
+            self.small.append((index, bits.reshape(-1).view(np.uint8).copy()))
 
     def add_rows(self, block: int, bits: NDArray, dtype: str) -> None:
         """Keep the rows of a block's output, in the step under way."""
@@ -149,15 +177,19 @@ class CaseWriter:
     def add_step(
         self,
         step: dict[str, Any],
-        columns: dict[str, tuple[tuple[OpKey, ...], Columns]],
+        columns: dict[str, tuple[Table, Columns]],
         logits: tuple[NDArray, str],
     ) -> None:
         """Write one forward: "ops" and "blocks" in columns, logits [positions, V]."""
         prefix = f"step_{len(self.steps):04d}"
-        for kind, (keys, values) in columns.items():
-            step[f"{kind}_table"] = self.writer.table(keys)
+        for kind, (table, values) in columns.items():
+            step[f"{kind}_table"] = self.writer.table(table)
             for name, (dtype, _) in COLUMNS.items():
                 self.arrays.add(f"{prefix}/{kind}/{name}", getattr(values, name), dtype)
+        rows, bits = [row for row, _ in self.small], [bits for _, bits in self.small]
+        self.arrays.add(f"{prefix}/small/rows", np.array(rows, np.int64), "I64")
+        self.arrays.add(f"{prefix}/small/bits", np.concatenate([*bits, NOTHING]), "U8")
+        self.small = []
         self.arrays.add(f"{prefix}/logits", *logits)
         self.steps.append(step)
 
@@ -193,6 +225,10 @@ class Step:
         """Return the ops, or the "blocks", in graph order."""
         return self.record.tables[self.info[f"{kind}_table"]]
 
+    def formulas(self) -> tuple[Formula, ...] | None:
+        """Return what the ops compute from, None for a record of version 1."""
+        return self.record.formulas[self.info["ops_table"]]
+
     def columns(self, kind: str = "ops") -> Columns:
         """Return what is known of them, row by row."""
         arrays = self.case.arrays
@@ -213,10 +249,27 @@ class Step:
         return self.case.arrays[name], self.case.arrays.dtype(name)
 
     def value(self, index: int) -> tuple[NDArray, str] | None:
-        """Return (bits, dtype) of an op's whole result, None without --tensors."""
+        """Return (bits, dtype) of an op's whole result, None where it was not kept."""
         name = f"{self.prefix}/{index:05d}"
         values = self.case.values
-        return (values[name], values.dtype(name)) if values is not None and name in values else None
+        if values is not None:
+            return (values[name], values.dtype(name)) if name in values else None
+        return self.small.get(index)
+
+    @cached_property
+    def small(self) -> dict[int, tuple[NDArray, str]]:
+        """(bits, dtype) of the small results that were kept whole, by row."""
+        arrays, found, at = self.case.arrays, {}, 0
+        if f"{self.prefix}/small/rows" not in arrays:
+            return {}  # a record of version 1
+        bits, shapes, keys = arrays[f"{self.prefix}/small/bits"], self.columns().shape, self.keys()
+        for row in arrays[f"{self.prefix}/small/rows"].tolist():
+            shape = tuple(int(n) for n in shapes[row] if n >= 0)
+            dtype = DTYPES[keys[row].dtype][0]
+            end = at + math.prod(shape) * np.dtype(dtype).itemsize
+            found[row] = bits[at:end].copy().view(dtype).reshape(shape), keys[row].dtype
+            at = end
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -278,7 +331,14 @@ class Record:
         self.environment: dict[str, Any] = self.contents["environment"]
         self.model: dict[str, Any] = self.contents["model"]
         self.run: dict[str, Any] = self.contents["run"]
-        self.tables = [tuple(OpKey(*key) for key in table) for table in self.contents["tables"]]
+        tables = self.contents["tables"]
+        self.tables = [tuple(OpKey(*key[:3]) for key in table) for table in tables]
+        self.formulas = [
+            tuple(Formula(tuple(key[3]), key[4]) for key in table)
+            if all(len(key) > 3 for key in table)
+            else None
+            for table in tables
+        ]
         self.cases = [Case(self, i) for i in range(len(self.contents["prompts"]))]
         self._verified = False
         effect = self.contents["observer_effect"]
@@ -287,6 +347,7 @@ class Record:
         _check_names(self)
         for case in self.cases:
             check_arrays(case)
+        check_formulas(self.contents, self.path / "record.json")
 
     def verify(self) -> None:
         """Compare, once, what the record says twice: all of its numbers are read.
@@ -297,6 +358,20 @@ class Record:
             for case in self.cases:
                 check_contents(case)
             self._verified = True
+
+    def renamed(self, weight: Callable[[str], str], module: Callable[[str], str]) -> Record:
+        """Return a view of the record in which weights and modules have other names."""
+        view = copy.copy(self)
+        view.model = {
+            **self.model,
+            "weights": [{**w, "name": weight(w["name"])} for w in self.model["weights"]],
+            "blocks": [module(path) for path in self.model["blocks"]],
+        }
+        view.tables = [
+            tuple(key._replace(path=module(key.path)) for key in table) for table in self.tables
+        ]
+        view.cases = [Case(view, case.number) for case in self.cases]
+        return view
 
     def __repr__(self) -> str:
         return f"Record({str(self.path)!r}, {len(self.cases)} prompts)"
@@ -327,10 +402,10 @@ def _check(path: Path) -> dict[str, Any]:
     manifest = read_json(path / "manifest.json")
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise DriftError(f"{path} is no record: manifest.json is not of format {FORMAT}")
-    if manifest.get("version") != VERSION:
+    if manifest.get("version") not in READABLE:
         raise DriftError(
             f"{path} has schema version {repr(manifest.get('version'))[:40]}, this xtrain reads "
-            f"{VERSION}; record again, or compare with the xtrain that wrote it"
+            f"{min(READABLE)} to {VERSION}; record again, or compare with the xtrain that wrote it"
         )
     files = manifest.get("files")
     try:

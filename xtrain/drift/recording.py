@@ -28,7 +28,13 @@ from xtrain.drift.record_folder import (
     temporary_record_path,
 )
 from xtrain.drift.values import hash_bits
-from xtrain.drift.weights import count_parameters, hash_weights, json_number, weight_sizes
+from xtrain.drift.weights import (
+    count_parameters,
+    hash_weights,
+    json_number,
+    placement,
+    weight_sizes,
+)
 
 # settings that count something, and the least they can be
 LEAST = {"batch_size": 1, "num_tokens": 1, "top_k": 1}
@@ -192,7 +198,11 @@ class _Recording:
         if effect is not None:
             effect = {**effect, "max_abs": json_number(effect["max_abs"])}
         return {
-            "environment": environment.collect(),
+            "environment": {
+                **environment.collect(),
+                **placement(self.subject.model),
+                "weights.file_headers": self.subject.file_headers,
+            },
             "model": {
                 **self.subject.description,
                 "class": type(self.subject.model).__name__,
@@ -260,7 +270,7 @@ class _Recording:
         order = np.lexsort((ids, -np.nan_to_num(values, nan=np.inf)), axis=-1)
         values = np.take_along_axis(values, order, -1).astype(np.float64)
         ids = np.take_along_axis(ids, order, -1)
-        with np.errstate(invalid="ignore"):
+        with np.errstate(invalid="ignore", over="ignore"):
             margin = values[:, 0] - values[:, 1] if count > 1 else np.full(len(values), np.inf)
         shown = slice(0, self.settings.top_k)
         return {

@@ -21,6 +21,7 @@ def as_text(comparison: Comparison) -> str:
     """Return the whole report; the verdict comes last, where a terminal shows it."""
     parts = [
         _changes(comparison),
+        _names(comparison),
         _observer(comparison),
         _prompts(comparison),
         _divergence(comparison),
@@ -51,6 +52,7 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
             "prompts": [_prompt_values(prompt) for prompt in comparison.prompts],
             "growth": [vars(layer) for layer in comparison.growth],
             "unmatched": [item._asdict() for item in comparison.unmatched],
+            "renamed": comparison.renamed,
             "num_matched": comparison.num_matched,
             "num_positions": len(comparison.positions),
             "num_can_flip": sum(p.can_flip for p in comparison.positions),
@@ -68,9 +70,9 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
 
 
 def size_text(size: Distance) -> str:
-    """Return "1.2e-07 (3 ulp)"; a lower bound says so."""
+    """Return "1.2e-07 (3 ulp)"; a lower bound says so; no figure where none is near."""
     if size.max_abs == 0 and not size.exact:
-        return "too little for the samples to show; record with --tensors"
+        return "not to be seen in the samples; record with --tensors"
     ulps = f" ({size.max_ulps:.3g} ulp)" if size.max_ulps else ""
     return f"{'' if size.exact else 'at least '}{size.max_abs:.3g}{ulps}"
 
@@ -102,6 +104,13 @@ def _changes(comparison: Comparison) -> str:
     if names >= {"run.mode", "run.pad_to"}:  # compiled modes pad by themselves
         text += "\nthe padding differs beside the mode; --pad-to auto records both alike"
     return text
+
+
+def _names(comparison: Comparison) -> str:
+    renamed = comparison.renamed
+    if not renamed:
+        return ""
+    return f"{len(renamed)} weights have other names: {renamed[0][0]} of B is {renamed[0][1]} of A"
 
 
 def _observer(comparison: Comparison) -> str:
@@ -146,6 +155,8 @@ def _divergence(comparison: Comparison) -> str:
         f"  prompt {first.prompt}, step {first.step}, result {list(first.shape)} {dtypes}",
         f"  size {size_text(first.distance)}",
     ]
+    if first.cause:
+        lines.append(f"  {first.cause}")
     if len(set(first.dtypes)) > 1:
         lines.append("  the dtypes differ: compared as numbers, in the wider one")
     return "\n".join(lines)
@@ -177,7 +188,7 @@ def _unmatched(comparison: Comparison) -> str:
     }
     rows = [(where[side], op, count) for (side, op), count in counts.items()]
     rows.sort(key=lambda row: -row[2])
-    title = f"without a partner, not compared ({comparison.num_matched} results were)"
+    title = f"ops without partner, not compared ({comparison.num_matched} results were)"
     return title + "\n" + _table(rows, ("in", "op", "times"))
 
 

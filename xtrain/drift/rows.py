@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtrain.drift.align import RowDifferences, align, differences
+from xtrain.drift.pairing import Partners
 from xtrain.drift.record_folder import Columns, Record, Step
 from xtrain.drift.values import (
     FLOATS,
@@ -31,12 +32,12 @@ RMS, NUM_NAN = STATISTICS.index("rms"), STATISTICS.index("num_nan")
 Aside = set[tuple[int, int, int, int]]  # tables of ops of a and b, rows in them
 
 
-def out_of_order(a: Record, b: Record) -> Aside:
+def out_of_order(a: Record, b: Record, partners: Partners) -> Aside:
     """Return the results, in all forwards of a table, that some forward shows to be in disorder."""
     found: Aside = set()
     for case_a, case_b in zip(a.cases, b.cases, strict=True):
         for step_a, step_b in zip(case_a.steps, case_b.steps, strict=False):
-            _look(step_a, step_b, found)
+            _look(step_a, step_b, partners, found)
             if step_a.tokens != step_b.tokens:
                 break  # from here on the inputs differ
     return found
@@ -49,12 +50,12 @@ def set_aside(rows: RowDifferences, a: Step, b: Step, aside: Aside) -> RowDiffer
     return RowDifferences(rows.pairs, rows.comparable & own, rows.different & own)
 
 
-def _look(a: Step, b: Step, found: Aside) -> None:
+def _look(a: Step, b: Step, partners: Partners, found: Aside) -> None:
     keys_a, keys_b = a.keys("ops"), b.keys("ops")
     if not keys_a or not keys_b:
         return
     columns = a.columns("ops"), b.columns("ops")
-    rows = differences(*columns, keys_a, keys_b, same_layout=False)
+    rows = differences(partners(a, b).pairs, *columns, keys_a, keys_b, same_layout=False)
     after: dict[str, float] = {}
     limit = 0.0
     for i, j in rows.pairs[rows.different].tolist():

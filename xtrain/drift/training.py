@@ -1,10 +1,10 @@
 """Fingerprints of a training run: every N steps, what went in, each op, what came out.
 
     runs/NAME/drift/rank_0000/
-        start.json              format, environment, names of the weights
+        start.json              format, environment, configuration, names of the weights
         step_00000000.json      one recorded step, in the order in which things happen:
-                                input, weight (before), op (forward, then backward), loss,
-                                gradient, weight after
+                                input, weight and optimiser state (before), op
+                                (forward, then backward), loss, gradient, weight after
 
 A compiled step cannot be watched from inside. The ops are those of an extra forward and backward of
 the plain model on the step's first micro-batch, without dropout, with the same weights: if those
@@ -14,7 +14,7 @@ It draws no random number and leaves no gradient, so that a run is bitwise the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,9 +44,12 @@ class TrainingFingerprints:
         autocast: Callable[[], AbstractContextManager],
         first_step: int = 0,
         rank: int = 0,
+        configuration: Mapping[str, Any] | None = None,
+        optimizer_state: Callable[[], Mapping[str, Tensor]] = dict,
     ):
         self.folder = rank_folder(folder, rank)
         self.model, self.every, self.autocast, self.rank = model, every, autocast, rank
+        self.optimizer_state = optimizer_state  # name -> tensor
         self.rows: list[list[Any]] = []
         self.folder.mkdir(parents=True, exist_ok=True)
         for path in self.folder.glob("step_*.json"):  # of a run that is continued from before them
@@ -57,6 +60,7 @@ class TrainingFingerprints:
             "version": VERSION,
             "rank": rank,
             "environment": collect(),
+            "configuration": dict(configuration or {}),
             "weights": [name for name, _ in model.named_parameters()],
         }
         write_json(self.folder / "start.json", {**start, "xxh3_128": checksum(start)})
@@ -74,6 +78,8 @@ class TrainingFingerprints:
         self._add("input", "targets", "", targets)
         for name, parameter in self.model.named_parameters():
             self._add("weight", name, "before the step", parameter)
+        for name, tensor in self.optimizer_state().items():
+            self._add("optimizer", name, "before the step", tensor)
         observer = _TrainingObserver(self)
         with observer.hooks(self.model), observer, torch.enable_grad(), self.autocast():
             _, loss = self.model(inputs, targets, return_logits=False)
@@ -95,9 +101,12 @@ class TrainingFingerprints:
         write_json(step_file(self.folder, step), {**contents, "xxh3_128": checksum(contents)})
         self.rows = []
 
-    def add_op(self, path: str, op: str, tensor: Tensor) -> None:
-        """Take the result of an op of the extra forward and backward."""
+    def add_op(
+        self, path: str, op: str, tensor: Tensor, operands: Sequence[int] = (), arguments: str = ""
+    ) -> int:
+        """Take the result of an op of the extra forward and backward; what it reads is not kept."""
         self._add("op", path, op, tensor)
+        return len(self.rows) - 1
 
     def _add(self, kind: str, path: str, op: str, tensor: Tensor) -> None:
         bits, dtype = to_bits(tensor)
@@ -117,15 +126,16 @@ class _TrainingObserver(torch_compat.PlainDispatchMode):
         self.path_of: dict[int, str] = {}  # autograd node -> the module that made it
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
         if torch_compat.in_backward():
             number = torch_compat.running_sequence_number()
             path = self.path_of.get(-1 if number is None else number, "")
-            record_result(self.sink, f"{path} (backward)".strip(), func, result)
+            path = f"{path} (backward)".strip()
         else:
             path = self.path[-1] if self.path else ""
             self.path_of[torch_compat.last_sequence_number()] = path
-            record_result(self.sink, path, func, result)
+        record_result(self.sink, None, path, func, args, kwargs, result)
         return result
 
     @contextmanager

@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +33,8 @@ from xtrain.drift.record_folder import OpKey
 
 FORMAT = "xtrain.drift.training"
 VERSION = 1
+ANY_MICRO_BATCH = ("weight", "optimizer", "loss", "gradient norm", "gradient")
+CAPABILITY = "torch.aten_cpu_capability"
 STEP_FILE = re.compile(r"step_(\d{8,18})\.json")
 SAME, DIFFERENT, NOT_COMPARABLE = 0, 1, 4
 
@@ -55,7 +57,7 @@ STEP: dict[str, Check] = {
 class Row(NamedTuple):
     """One fingerprint of a step."""
 
-    kind: str  # input, weight, op, loss, gradient norm, gradient
+    kind: str  # input, weight, optimizer, op, loss, gradient norm, gradient
     path: str
     op: str
     dtype: str
@@ -75,6 +77,7 @@ class TrainingDivergence:
     op: str
     size: float  # a lower bound, from the statistics
     last_equal: int | None  # the recorded step before, at which everything was equal
+    cause: str = ""  # as far as the configurations tell
 
     def __str__(self) -> str:
         what = {"op": f"{self.op} in {self.module_path or 'the model itself'}"}
@@ -93,6 +96,7 @@ class TrainingComparison:
     num_rows: int
     alone: tuple[Sequence[int], Sequence[int]] = ((), ())  # steps that a has and b has not, and b's
     num_unmatched: int = 0  # results of common steps that one run alone has
+    micro_batches: str = ""  # how those of the two runs differ
 
     @property
     def exit_code(self) -> int:
@@ -144,6 +148,8 @@ def compare_training(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Tr
         every = [_read_start(folder, rank) for rank, folder in enumerate(ranks)]
         starts.append(every[0])
     environments = [start["environment"] for start in starts]
+    if all("configuration" in start for start in starts):  # older runs have none
+        environments = [{**start["environment"], **_settings(start)} for start in starts]
     changes = [
         (name, environments[0].get(name), environments[1].get(name))
         for name in dict.fromkeys([*environments[0], *environments[1]])
@@ -164,6 +170,7 @@ def _compare_ranks(
 ) -> TrainingComparison:
     found: list[TrainingDivergence] = []
     losses: list[tuple[int, int, Any, Any]] = []
+    micro_batches = ""
     num_rows = num_unmatched = 0
     alone: tuple[set[int], set[int]] = set(), set()
     for rank, (x, y) in enumerate(zip(left, right, strict=True)):
@@ -174,6 +181,10 @@ def _compare_ranks(
         for step in sorted(steps[0] & steps[1]):
             one, other = (_read_step(folder, step, rank) for folder in (x, y))
             losses.append((rank, step, one["loss"], other["loss"]))
+            sizes = [_micro_batch(record) for record in (one, other)]
+            if sizes[0] != sizes[1]:
+                micro_batches = f"{sizes[0]} in A, {sizes[1]} in B"
+                one, other = _of_any_micro_batch(one), _of_any_micro_batch(other)
             num_rows += len(one["rows"])
             divergence, num = _first_row(one, other, step, rank, last_equal)
             num_unmatched += num
@@ -182,15 +193,56 @@ def _compare_ranks(
                 break
             last_equal = step
     first = min(found, key=lambda d: (d.step, d.rank), default=None)
+    settings = [f"{name} is {x} in A, {y} in B" for name, x, y in changes if _is_setting(name)]
+    if first is not None and settings:
+        first = replace(first, cause="; ".join(settings))
     reason = None
     if not losses:
         reason = "no step was recorded in both; use the same --drift-every"
     elif first is not None and first.kind == "input":
         reason = f"other data: the {first.module_path} of step {first.step} differ"
     elif first is not None and first.kind == "weight" and first.step == 0 and "before" in first.op:
-        reason = f"other initial weights: {first.module_path}"
+        reason = f"other initial weights: {first.module_path}{_drawn_otherwise(changes)}"
     sides = sorted(alone[0]), sorted(alone[1])
-    return TrainingComparison(reason, changes, first, losses, num_rows, sides, num_unmatched)
+    return TrainingComparison(
+        reason, changes, first, losses, num_rows, sides, num_unmatched, micro_batches
+    )
+
+
+def _settings(start: dict[str, Any]) -> dict[str, Any]:
+    """Return "section.key" -> value of the configuration, but for the run's name."""
+    return {
+        f"configuration.{section}.{key}": value
+        for section, table in start["configuration"].items()
+        for key, value in table.items()
+        if (section, key) != ("run", "name")
+    }
+
+
+def _is_setting(name: str) -> bool:
+    return name.startswith("configuration.")
+
+
+def _drawn_otherwise(changes: list[tuple[str, Any, Any]]) -> str:
+    """Return why two seeds alike give other weights, and what to do, where that is known."""
+    for name, x, y in changes:
+        if name == CAPABILITY:
+            return (
+                f"; torch draws other numbers from one seed under another CPU capability ({x} in "
+                f"A, {y} in B; ATEN_CPU_CAPABILITY sets it). To compare the training alone, train "
+                "one run to its first checkpoint, copy its folder, and continue both copies with "
+                "--resume RUN, each under its own capability"
+            )
+    return ""
+
+
+def _micro_batch(step: dict[str, Any]) -> list[int]:
+    return next((row[4] for row in step["rows"] if row[0] == "input"), [])
+
+
+def _of_any_micro_batch(step: dict[str, Any]) -> dict[str, Any]:
+    """Return a step without what is of its first micro-batch: inputs and the ops on them."""
+    return {**step, "rows": [row for row in step["rows"] if row[0] in ANY_MICRO_BATCH]}
 
 
 def _first_row(
@@ -243,6 +295,9 @@ def _read_start(folder: Path, rank: int) -> dict[str, Any]:
     path = folder / "start.json"
     contents = _read(path)
     check_fields(contents, START, path)
+    tables = contents.get("configuration", {})
+    if not isinstance(tables, dict) or not all(isinstance(t, dict) for t in tables.values()):
+        raise damaged(path, "configuration is no table of tables")
     if contents["version"] != VERSION:
         raise DriftError(
             f"{path} has schema version {contents['version']}, this xtrain reads {VERSION}"
@@ -288,8 +343,10 @@ def as_text(comparison: TrainingComparison) -> str:
         if first.last_equal is not None:
             before = f"step {first.last_equal} was equal in everything"
         size = f", size at least {first.size:.3g}" if first.size else ""
+        cause = f"\n  {first.cause}" if first.cause else ""
         parts.append(
-            f"first difference: step {first.step}, rank {first.rank}: {first}{size}\n  {before}"
+            f"first difference: step {first.step}, rank {first.rank}: {first}{size}\n"
+            f"  {before}{cause}"
         )
     if comparison.reason is not None:
         verdict = f"not comparable: {comparison.reason}"
@@ -308,6 +365,11 @@ def _only_one_has(comparison: TrainingComparison) -> list[str]:
         for name, steps in zip("AB", comparison.alone, strict=True)
         if steps
     ]
+    if comparison.micro_batches:
+        lines.append(
+            f"the micro-batches differ ({comparison.micro_batches}): their inputs and ops are of "
+            "other samples and not compared; weights, optimiser, loss and gradients are"
+        )
     if comparison.num_unmatched:
         lines.append(f"without a partner, not compared: {comparison.num_unmatched} results")
     return ["\n".join(lines)] if lines else []

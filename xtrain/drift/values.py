@@ -166,9 +166,9 @@ class Distance:
     """How far two tensors of one shape are apart; computed in fp64."""
 
     max_abs: float  # inf when something that is not finite differs
-    max_ulps: float  # in units of the wider of the two dtypes' last place at the larger value
+    max_ulps: float  # of the coarser dtype, at the larger of the two numbers and the rms of all
     num_different: int
-    exact: bool = True  # False: a lower bound, from samples and statistics
+    exact: bool = True  # False: a lower bound near it, from samples; 0: no figure can be given
 
 
 def distance(a: NDArray, dtype_a: str, b: NDArray, dtype_b: str) -> Distance:
@@ -176,19 +176,25 @@ def distance(a: NDArray, dtype_a: str, b: NDArray, dtype_b: str) -> Distance:
     worst, ulps, count = 0.0, 0.0, 0
     a, b = a.reshape(-1), b.reshape(-1)
     coarser = coarser_dtype(dtype_a, dtype_b)
+    rms = max(rms_of(a, dtype_a), rms_of(b, dtype_b))
     for start in range(0, a.size, CHUNK):
         x = to_float64(a[start : start + CHUNK], dtype_a)
         y = to_float64(b[start : start + CHUNK], dtype_b)
         delta = absolute_difference(x, y)
         count += int(np.count_nonzero(delta))
         worst = max(worst, float(delta.max()))
-        ulps = max(ulps, max_ulps(delta, x, y, coarser))
+        ulps = max(ulps, max_ulps(delta, x, y, coarser, rms))
     return Distance(worst, ulps, count)
+
+
+def rms_of(bits: NDArray, dtype: str) -> float:
+    """Return the root mean square of the finite numbers, 0 where there are none."""
+    return float(np.nan_to_num(_statistics(bits.reshape(-1), dtype)[0][STATISTICS.index("rms")]))
 
 
 def absolute_difference(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return |x - y|: 0 for equal infinities or NaN in both places, inf for those in one."""
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore", over="ignore"):
         delta = np.abs(x - y)
     strange = np.isnan(delta)
     if strange.any():
@@ -197,9 +203,16 @@ def absolute_difference(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArr
 
 
 def max_ulps(
-    delta: NDArray[np.float64], x: NDArray[np.float64], y: NDArray[np.float64], dtype: str
+    delta: NDArray[np.float64],
+    x: NDArray[np.float64],
+    y: NDArray[np.float64],
+    dtype: str,
+    rms: float | NDArray[np.float64] = 0.0,
 ) -> float:
-    """Return the largest delta in units of the last place of the larger of |x| and |y|."""
+    """Return the largest delta in units of the last place of the largest of |x|, |y| and rms.
+
+    Beside numbers of a usual size a rounding error of theirs is many last places of one near zero.
+    """
     if dtype not in FLOATS or not delta.size or not delta.any():
         return 0.0
     if np.isinf(delta).any():
@@ -207,8 +220,9 @@ def max_ulps(
     exponent_bits, mantissa = FLOATS[dtype]
     smallest = 2 - (1 << (exponent_bits - 1))  # exponent of the smallest normal number
     size = np.maximum(np.abs(np.nan_to_num(x)), np.abs(np.nan_to_num(y)))
-    exponent = np.maximum(np.frexp(size)[1] - 1, smallest)
-    return float(np.max(np.ldexp(delta, mantissa - exponent)))
+    exponent = np.maximum(np.frexp(np.maximum(size, rms))[1] - 1, smallest)
+    with np.errstate(over="ignore"):
+        return float(np.max(np.ldexp(delta, mantissa - exponent)))
 
 
 def coarser_dtype(a: str, b: str) -> str:

@@ -31,10 +31,15 @@ def hash_weights(model: nn.Module) -> list[dict[str, Any]]:
     recorded as such.
     """
     found = []
-    for name, tensor in (*model.named_parameters(), *_buffers(model, persistent=True)):
+    for name, tensor in saved_weights(model):
         name = name.replace("_orig_mod.", "")  # the wrapper of torch.compile is none of the model
         found.append({"name": name, "shape": list(tensor.shape), **_marks(tensor)})
     return found
+
+
+def saved_weights(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return every parameter and saved buffer by name, tied ones once: a record's order."""
+    return [*model.named_parameters(), *_buffers(model, persistent=True)]
 
 
 def _marks(tensor: Tensor) -> dict[str, Any]:
@@ -70,6 +75,50 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
 
 def _bytes(bits: np.ndarray) -> memoryview:
     return bits.view(np.uint8).data
+
+
+def placement(model: nn.Module) -> dict[str, list[str]]:
+    """Return how the weights lie in memory, which chooses kernels and changes no bit of a weight.
+
+    Named are those that do not lie as usual: at a multiple of 64, row by row, in memory of their
+    own. Weights that are mapped from a file lie where its header ends.
+    """
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    tensors = [(name, t) for name, t in tensors if t.layout == torch.strided and not t.is_meta]
+    files = _mapped_files()
+    return {
+        "weights.address_mod_64": [
+            f"{name} {t.data_ptr() % 64}" for name, t in tensors if t.data_ptr() % 64
+        ],
+        "weights.strides": [
+            f"{name} {list(t.stride())}" for name, t in tensors if not t.is_contiguous()
+        ],
+        "weights.mapped_from_file": [
+            name
+            for name, t in tensors
+            if t.device.type == "cpu" and any(a <= t.data_ptr() < b for a, b in files)
+        ],
+    }
+
+
+def _mapped_files() -> list[tuple[int, int]]:
+    """Return the addresses at which this process has files of weights in memory."""
+    path = Path("/proc/self/maps")
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    kept = [line.split(maxsplit=5) for line in lines]
+    ends = (".safetensors", ".bin", ".pt", ".pth")
+    found = [
+        fields[0].split("-") for fields in kept if len(fields) > 5 and fields[5].endswith(ends)
+    ]
+    return [(int(start, 16), int(end, 16)) for start, end in found]
+
+
+def header_sizes(folder: Path) -> list[str]:
+    """Return the length of each safetensors header: weights that are mapped lie behind it."""
+    return [
+        f"{path.name} {int.from_bytes(path.open('rb').read(8), 'little')}"
+        for path in sorted(folder.glob("*.safetensors"))
+    ]
 
 
 def checkpoint_hash(folder: Path) -> str | None:

@@ -45,11 +45,14 @@ def _add_post_grad_pass(config: dict[str, Any]) -> None:
         config.setdefault("post_grad_custom_pre_pass", SplitGradientSums())
 
 
-def interpreting_backend(result: Callable[[str, Any, Any], None]) -> Callable[..., Any]:
+def interpreting_backend(
+    result: Callable[..., None], *, with_operands: bool = False
+) -> Callable[..., Any]:
     """Return a backend that runs AOTAutograd's forward graph node by node, as aot_eager does.
 
     result: called as result(path, function, value) after each op; path is that of the innermost
             module of the node, relative to the compiled module, "" where none is known.
+    with_operands: called as result(path, function, value, args, kwargs).
     """
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
@@ -58,7 +61,8 @@ def interpreting_backend(result: Callable[[str, Any, Any], None]) -> Callable[..
         def run_node(self, node: torch.fx.Node) -> Any:
             value = super().run_node(node)
             if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
-                result(_module_path(node), node.target, value)
+                operands = self.fetch_args_kwargs_from_env(node) if with_operands else ()
+                result(_module_path(node), node.target, value, *operands)
             return value
 
     def compile_forward(graph_module: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:

@@ -208,6 +208,8 @@ class Trainer:
             autocast=self.autocast,
             first_step=self.first_step,
             rank=torch.distributed.get_rank() if torch.distributed.is_initialized() else 0,
+            configuration=self.parts.config.to_dict(),
+            optimizer_state=lambda: named_state(self.optimizer, self.names),
         )
 
     def _finish(self, recorder: Recorder) -> dict[str, Any]:
