@@ -11,7 +11,7 @@ from bench import harness
 from bench.harness import Ratio, Report, Summary, block_ratio, flat
 from bench.worker import Team
 from xtrain.command_line import output_file
-from xtrain.config import SEED_RANGE
+from xtrain.rng import SEED_RANGE
 
 
 @dataclass(frozen=True)
