@@ -83,6 +83,26 @@ def test_messages_are_dropped_once_they_are_summed(branch, compile_it):
     hold(model_class(form), compile_it, inputs=inputs_of_a_form())
 
 
+MEETS_THE_FIRST_AGAIN = {
+    "behind positions": Form((Step(),), beginning="positions", joins_first=True),
+    "behind a running mean": Form((Step(),), beginning="running mean", joins_first=True),
+    "behind a gate": Form((ATTENTION, Step(around="gate")), joins_first=True),
+    "behind a film": Form((ATTENTION, Step(around="film")), joins_first=True),
+    "a gate in each block": Form((Step(around="gate"),), beginning="embedding again"),
+    "its own gate in each block": Form(
+        (Step(around="gate of itself"),), beginning="embedding again"
+    ),
+}
+
+
+@both
+@pytest.mark.parametrize("name", MEETS_THE_FIRST_AGAIN)
+def test_a_stream_that_meets_the_first_one_again_is_no_branch(name, compile_it):
+    """Shifted, gated or scaled, it carries the embedding on: the branches keep their masks."""
+    form = MEETS_THE_FIRST_AGAIN[name]
+    hold(model_class(form), compile_it, inputs=inputs_of_a_form(), must_run=False)
+
+
 @both
 def test_blocks_may_differ_in_their_sites(compile_it):
     form = Form((ATTENTION, Step()), in_last_only=True)

@@ -295,7 +295,8 @@ def test_vmap_over_seeds_or_offsets_is_the_op_row_by_row(device):
     found = torch.vmap(lambda t, i: dropout(t, 0.5, 3, 8 * i))(x, rows)
     assert torch.equal(found, torch.stack(of_rows)) and torch.equal(found, dropout(x, 0.5, 3))
     masks = torch.vmap(lambda s: dropout_mask((8,), 0.5, s))(rows)
-    assert torch.equal(masks, torch.stack([dropout_mask((8,), 0.5, i) for i in range(4)]))
+    of_rows = [dropout_mask((8,), 0.5, i, device=device) for i in range(4)]
+    assert torch.equal(masks, torch.stack(of_rows))
 
 
 def test_one_mask_for_all_rows_is_refused():

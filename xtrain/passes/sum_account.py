@@ -470,6 +470,32 @@ class SumAccount:
             return False
         return self._common(add, {last}) is None
 
+    def mistaken(self) -> list[fx.Node]:
+        """The sites of the plain search whose branch is a stream: it holds a sum of such a one.
+
+        x + x0 where x is gate * (x0 + f(x0)): the plain search does not see the sum under the gate,
+        and takes all of x for a branch of x0.
+        """
+        known = {add for add, found in self.branches.items() if found}
+        unseen = [n for n in self.nodes if n not in known and len(self._addends(n)) > 1]
+        unseen = [n for n in unseen if stack_summed_by(n) not in known and self._is_open(n)]
+        return [add for add in known if any(self._carries_one(add, unseen))]
+
+    def _is_open(self, add: fx.Node) -> bool:
+        """Whether a sum is one of a skip and a branch, as far as it shows."""
+        shared = self._common(add)
+        if shared is None:
+            return False
+        labels = [label for label in shared[2] if label is not None]
+        return any(map(_is_skip, labels)) and not all(map(_is_skip, labels))
+
+    def _carries_one(self, add: fx.Node, unseen: list[fx.Node]) -> Iterator[bool]:
+        for branch in self.branches[add]:
+            labels = self._labels(branch, set())
+            for inner in unseen:
+                if inner in labels and labels[inner].nearest != _COMPUTED:
+                    yield True
+
     def goes_on(self, add: fx.Node) -> bool:
         """Whether a sum reaches a result as a stream does: by no way through parameters alone."""
         results = [n for out in self.nodes if out.op == "output" for n in out.all_input_nodes]
@@ -662,6 +688,10 @@ def find_sites(
     if general == "none":
         return result
     account = SumAccount(program, lambda node: settled(program.origin.get(node, node)))
+    for add in account.mistaken():
+        del program.branches[add]
+        origin = program.origin[add]
+        found[origin.graph] = [s for s in found[origin.graph] if origin not in s.takers]
     account.run()
     for site in account.general:
         for described in _described(account, site):
