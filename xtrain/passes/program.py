@@ -24,13 +24,14 @@ class Program:
 
     graph:    only read, never run; bodies of transparent calls are inlined.
     origin:   node of the flat graph -> the node of the graph, or body, that it stands for.
-    branches: add -> its operands that a dropout covers.
+    branches: add -> its operands that a dropout covers; residuals: its operand that none covers.
     """
 
     def __init__(self) -> None:
         self.graph = fx.Graph()
         self.origin: dict[fx.Node, fx.Node] = {}
         self.branches: dict[fx.Node, set[fx.Node]] = {}
+        self.residuals: dict[fx.Node, fx.Node] = {}
         self._items: dict[tuple[fx.Node, int], fx.Node] = {}
 
     @classmethod
@@ -114,13 +115,18 @@ class Program:
     def cover(self, sites: Iterable[ResidualSite]) -> None:
         """Note the branches of sites that were found in the graphs this program was made of."""
         takers: dict[fx.Node, set[fx.Node]] = {}
+        residuals = {}
         for site in sites:
+            residuals[site.add] = site.residual
             for taker in site.takers:
                 takers.setdefault(taker, set()).add(site.branch)
         for node, origin in self.origin.items():
             if origin in takers:
                 found = {here for there, here in operands(origin, node) if there in takers[origin]}
                 self.branches.setdefault(node, set()).update(found)
+                for there, here in operands(origin, node):
+                    if there is residuals.get(origin):
+                        self.residuals[node] = here
 
     def finish(self, outputs: Any) -> None:
         """End the graph with what the forward returns."""

@@ -52,6 +52,7 @@ from xtrain.passes.values import (
     is_xtrain_op,
     parameters_read_by,
     part_of,
+    peel,
     reads_form_alone,
     same_sizes,
 )
@@ -479,7 +480,16 @@ class SumAccount:
         known = {add for add, found in self.branches.items() if found}
         unseen = [n for n in self.nodes if n not in known and len(self._addends(n)) > 1]
         unseen = [n for n in unseen if stack_summed_by(n) not in known and self._is_open(n)]
-        return [add for add in known if any(self._carries_one(add, unseen))]
+        return [
+            add for add in known if any(self._carries_one(add, unseen)) or self._joins_a_stream(add)
+        ]
+
+    def _joins_a_stream(self, add: fx.Node) -> bool:
+        """Whether all that a site would drop are streams that carry its residual on."""
+        residual = self.program.residuals.get(add)
+        if residual is None:
+            return False
+        return all(self._is_stream(branch, peel(residual)) for branch in self.branches[add])
 
     def _is_open(self, add: fx.Node) -> bool:
         """Whether a sum is one of a skip and a branch, as far as it shows."""
