@@ -368,3 +368,20 @@ sys.exit(main(["compare", *sys.argv[1:]]))
     with torch.no_grad():
         logits, _ = decoder().bfloat16()(tokens())
     assert done.stdout.splitlines()[0] == f"BF16 {float(logits[0, 0, 0])}"
+
+
+@pytest.mark.parametrize("which", ["one row", "all"])
+def test_of_a_large_result_a_size_is_near_or_none_is_given(which):
+    """128 rows of 64 are too many to be kept: 16 samples see all that differs, or hardly any."""
+    plain, changed = torch.nn.Embedding(256, 64), torch.nn.Embedding(256, 64)
+    x = torch.arange(128)[None]
+    with torch.no_grad():
+        changed.weight.copy_(plain.weight)
+        rows = slice(77, 78) if which == "one row" else slice(None)
+        changed.weight[rows] += 0.25 + torch.rand(64) / 8
+    size = compare(record(plain, x), record(changed, x)).first_divergence.distance
+    truth = float((plain(x) - changed(x)).detach().abs().max())
+    if which == "all":
+        assert not size.exact and truth / 2 <= size.max_abs <= truth
+    else:
+        assert (size.max_abs, size.exact) == (0.0, False)

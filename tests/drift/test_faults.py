@@ -388,6 +388,35 @@ def test_a_dropped_residual_add_is_found_among_others_of_its_name(dropped):
     assert "aten.add of the model, which A alone has" in found.first_divergence.cause
 
 
+class Factors(nn.Module):
+    """A chain of products by numbers in one module."""
+
+    def __init__(self, *factors):
+        super().__init__()
+        self.embedding, self.factors = nn.Embedding(VOCAB, VOCAB), factors
+        draw_weights(self, 5)
+
+    def forward(self, input_ids):
+        x = self.embedding(input_ids)
+        for factor in self.factors:
+            x = x * factor
+        return x
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_an_extra_product_among_products_is_listed_whatever_its_factor(at):
+    plain = (1.5, 2.5, 0.75)
+    more = (*plain[:at], 1.25, *plain[at:])
+    for sides, alone in (((plain, more), "b"), ((more, plain), "a")):
+        found = compare(*(record(Factors(*factors), IDS) for factors in sides))
+        assert [(u.record, u.op) for u in found.unmatched] == [(alone, "aten.mul")]
+        first = found.first_divergence
+        where = f"it reads aten.mul of the model, which {alone.upper()} alone has"
+        assert first.op == "logits" if at == 3 else first.cause == where
+    changed = compare(record(Factors(*plain), IDS), record(Factors(1.5, 2.25, 0.75), IDS))
+    assert not changed.unmatched and "other=2.25 in B" in changed.first_divergence.cause
+
+
 class Wrapped(nn.Module):
     """A model behind a prefix, as data parallelism puts it."""
 

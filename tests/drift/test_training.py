@@ -88,6 +88,9 @@ def test_the_setting_behind_a_difference_is_named(runs, tmp_path, capsys):
     text = capsys.readouterr().out
     assert "configuration.optim.learning_rate is 0.01 in A, 0.002 in B" in text
     assert "optim.learning_rate" in page.read_text()
+    cause = compare_training(folder / "a", folder / "rate").first_divergence.cause
+    assert cause == "configuration.optim.learning_rate is 0.01 in A, 0.002 in B"
+    assert not compare_training(folder / "a", folder / "b").changes
 
 
 def test_other_micro_batches_are_said_and_their_ops_not_compared(runs, capsys):
@@ -139,6 +142,39 @@ def test_weights_drawn_under_another_cpu_capability_say_how_to_start_alike(tmp_p
     found = compare_training(tmp_path / "a", tmp_path / "b")
     assert found.exit_code == 4 and "AVX2 in A, DEFAULT in B" in found.reason
     assert "--resume RUN" in found.reason
+
+
+class Sums(nn.Module):
+    """Products of one name in one module, one of them by 1 or by something else in between."""
+
+    def __init__(self, factor=None):
+        super().__init__()
+        self.model, self.factor = Rowwise(), factor
+
+    def forward(self, inputs, targets, return_logits=False):
+        logits = self.model(inputs) * 1.5
+        if self.factor is not None:
+            logits = logits * self.factor
+        logits = logits * 2.5
+        return None, nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def test_an_extra_op_is_listed_and_takes_no_partner(tmp_path, capsys):
+    for name, factor in (("plain", None), ("one", 1.0), ("more", 1.25)):
+        model, x = Sums(factor), torch.arange(12).reshape(2, 6)
+        recorder = TrainingFingerprints(
+            tmp_path / name, model, every=1, autocast=contextlib.nullcontext
+        )
+        recorder.before(0, x, x + 1)
+        recorder.after(0, 1.0, 1.0)
+    plain, one, more = (tmp_path / name for name in ("plain", "one", "more"))
+    found = compare_training(plain, one)
+    assert found.exit_code == 0 and found.num_unmatched == 2  # forward and backward
+    assert main(["compare", str(plain), str(one)]) == 0
+    assert "  aten.mul of the model in B alone\n" in capsys.readouterr().out
+    first = compare_training(plain, more).first_divergence
+    assert (first.module_path, first.op) == ("", "aten.mul")
+    assert first.cause == "it reads aten.mul of the model, which B alone has"
 
 
 class Bent(torch.autograd.Function):

@@ -288,26 +288,23 @@ def _address(tensor: Tensor) -> int:
 
 def record_result(
     collector: OpSink,
-    origins: Origins | None,
+    origins: Origins,
     path: str,
     func: Any,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     result: Any,
 ) -> None:
-    """Hand the tensors that an op computed to the collector; views compute nothing.
-
-    origins: where tensors come from; None where that is not recorded.
-    """
+    """Hand the tensors that an op computed to the collector; views compute nothing."""
     if is_view(func):
         return
     name = op_name(func)
     results = result if isinstance(result, tuple | list) else (result,)
     operands, arguments = _computed_from(func, args, kwargs)
-    sources = [origins.of(tensor) for tensor in operands] if origins is not None else []
+    sources = [origins.of(tensor) for tensor in operands]
     if name in SKIPPED:
         for tensor in results:
-            if isinstance(tensor, Tensor) and origins is not None:
+            if isinstance(tensor, Tensor):
                 origins.note(tensor, sources[0] if sources else UNKNOWN)
         return
     seen = 1 if name.startswith("aten._scaled_dot_product") else len(results)
@@ -318,8 +315,7 @@ def record_result(
         if number < seen and not tensor.is_quantized and not tensor.is_meta:
             full = f"{name}.{number}" if number else name
             origin = collector.add_op(path, full, tensor, sources, arguments)
-        if origins is not None:
-            origins.note(tensor, origin)
+        origins.note(tensor, origin)
 
 
 def _computed_from(

@@ -18,10 +18,11 @@ tens of thousands of them take a second.
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -151,6 +152,7 @@ class _Search:
         self.recorded = a.formulas is not None and b.formulas is not None
         self.operands = tuple([ops.operands(i) for i in range(len(ops.keys))] for ops in (a, b))
         self.partner = [-1] * len(a.keys), [-1] * len(b.keys)
+        self.left = Counter(self.names[0]), Counter(self.names[1])  # without a partner, by name
         self.results = tuple(
             [(value, key.dtype) for value, key in zip(ops.values, ops.keys, strict=True)]
             for ops in (a, b)
@@ -189,6 +191,8 @@ class _Search:
 
     def _pair(self, i: int, j: int) -> None:
         self.partner[0][i], self.partner[1][j] = j, i
+        self.left[0][self.names[0][i]] -= 1
+        self.left[1][self.names[1][j]] -= 1
 
     def _arguments(self, side: int, row: int) -> str:
         formulas = self.sides[side].formulas
@@ -229,34 +233,39 @@ class _Search:
     # --- Along the data --------------------------------------------------------------------------
 
     def _follow(self, rows: Iterable[int]) -> None:
-        """Pair those of some rows of a that read the same: the certain first, in a's order."""
+        """Pair those of some rows of a that read the same: the certain first, in a's order.
+
+        Certain: of known operands. Likely: of what stands behind an op without a partner. Last:
+        where a module has more ops of that name on one side, those with other arguments.
+        """
         if not self.recorded:
             return
-        certain = sorted({i for i in rows if self.partner[0][i] < 0})
-        likely = list(certain)
-        while certain or likely:
-            strict = bool(certain)
-            i = heapq.heappop(certain if strict else likely)
-            j = self._same_reader(i, strict) if self.partner[0][i] < 0 else None
+        first = sorted({i for i in rows if self.partner[0][i] < 0})
+        stages = first, list(first), list(first)
+        while (stage := next((n for n, heap in enumerate(stages) if heap), None)) is not None:
+            i = heapq.heappop(stages[stage])
+            j = self._same_reader(i, stage) if self.partner[0][i] < 0 else None
             if j is None:
                 continue
             self._pair(i, j)
             for reader in self._unpaired_readers(i):
-                heapq.heappush(certain, reader)
-                heapq.heappush(likely, reader)
+                for heap in stages:
+                    heapq.heappush(heap, reader)
 
     def _unpaired_readers(self, i: int) -> Iterator[int]:
         return (row for row in self.readers_of.get(i, ()) if self.partner[0][row] < 0)
 
-    def _same_reader(self, i: int, strict: bool) -> int | None:
+    def _same_reader(self, i: int, stage: int) -> int | None:
         """Return b's op of a's name that reads the same, None where there is none."""
-        found = []
+        name, strict = self.names[0][i], stage == 0
+        others = stage == 2 or self.left[0][name] == self.left[1][name]
+        found = None
         for j in self._candidates(i, strict):
             if self.partner[1][j] < 0 and self._fits(i, j) and self._reads_the_same(i, j, strict):
                 if self._arguments(0, i) == self._arguments(1, j):
                     return j
-                found.append(j)
-        return found[0] if found else None
+                found = j if found is None and others else found
+        return found
 
     def _candidates(self, i: int, strict: bool) -> Iterator[int]:
         """Yield rows of b that read something that i reads, and the next ones of its name."""
@@ -273,7 +282,7 @@ class _Search:
         while waiting and self.partner[1][waiting[0]] >= 0:
             waiting.popleft()
         if waiting and not strict:
-            yield from list(waiting)[:NEAR] if len(waiting) < MANY else [waiting[0]]
+            yield from list(islice(waiting, NEAR))
 
     def _fits(self, i: int, j: int) -> bool:
         return self.any_shape or self.sides[0].shapes[i] == self.sides[1].shapes[j]

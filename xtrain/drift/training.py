@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from xtrain import torch_compat
 from xtrain.drift.collect import to_bits
 from xtrain.drift.environment import collect
-from xtrain.drift.observe import record_result
+from xtrain.drift.observe import Origins, record_result
 from xtrain.drift.storage import write_json
 from xtrain.drift.training_folder import FORMAT, VERSION, checksum, rank_folder, step_file
 from xtrain.drift.values import fingerprint
@@ -51,6 +51,7 @@ class TrainingFingerprints:
         self.model, self.every, self.autocast, self.rank = model, every, autocast, rank
         self.optimizer_state = optimizer_state  # name -> tensor
         self.rows: list[list[Any]] = []
+        self.formulas: list[list[Any]] = []  # of the ops
         self.folder.mkdir(parents=True, exist_ok=True)
         for path in self.folder.glob("step_*.json"):  # of a run that is continued from before them
             if int(path.stem.removeprefix("step_")) >= first_step:
@@ -73,14 +74,14 @@ class TrainingFingerprints:
         """Record what a step starts from, and the ops of its first micro-batch."""
         if not self.due(step):
             return
-        self.rows = []
+        self.rows, self.formulas = [], []
         self._add("input", "tokens", "", inputs)
         self._add("input", "targets", "", targets)
         for name, parameter in self.model.named_parameters():
             self._add("weight", name, "before the step", parameter)
         for name, tensor in self.optimizer_state().items():
             self._add("optimizer", name, "before the step", tensor)
-        observer = _TrainingObserver(self)
+        observer = _TrainingObserver(self, Origins(self.model, (inputs, targets)))
         with observer.hooks(self.model), observer, torch.enable_grad(), self.autocast():
             _, loss = self.model(inputs, targets, return_logits=False)
             parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -97,16 +98,23 @@ class TrainingFingerprints:
                 self._add("gradient", name, "of the step", parameter.grad)
         for name, parameter in self.model.named_parameters():
             self._add("weight", name, "after the step", parameter)
-        contents = {"step": step, "rank": self.rank, "loss": json_number(loss), "rows": self.rows}
+        contents = {
+            "step": step,
+            "rank": self.rank,
+            "loss": json_number(loss),
+            "rows": self.rows,
+            "formulas": self.formulas,
+        }
         write_json(step_file(self.folder, step), {**contents, "xxh3_128": checksum(contents)})
         self.rows = []
 
     def add_op(
         self, path: str, op: str, tensor: Tensor, operands: Sequence[int] = (), arguments: str = ""
     ) -> int:
-        """Take the result of an op of the extra forward and backward; what it reads is not kept."""
+        """Take the result of an op of the extra forward and backward; return its number."""
         self._add("op", path, op, tensor)
-        return len(self.rows) - 1
+        self.formulas.append([list(operands), arguments])
+        return len(self.formulas) - 1
 
     def _add(self, kind: str, path: str, op: str, tensor: Tensor) -> None:
         bits, dtype = to_bits(tensor)
@@ -119,9 +127,9 @@ class TrainingFingerprints:
 class _TrainingObserver(torch_compat.PlainDispatchMode):
     """Names ops by module in forward, and by the module of their forward op in backward."""
 
-    def __init__(self, sink: TrainingFingerprints):
+    def __init__(self, sink: TrainingFingerprints, origins: Origins):
         super().__init__()
-        self.sink = sink
+        self.sink, self.origins = sink, origins
         self.path: list[str] = []
         self.path_of: dict[int, str] = {}  # autograd node -> the module that made it
 
@@ -135,7 +143,7 @@ class _TrainingObserver(torch_compat.PlainDispatchMode):
         else:
             path = self.path[-1] if self.path else ""
             self.path_of[torch_compat.last_sequence_number()] = path
-        record_result(self.sink, None, path, func, args, kwargs, result)
+        record_result(self.sink, self.origins, path, func, args, kwargs, result)
         return result
 
     @contextmanager

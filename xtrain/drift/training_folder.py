@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,9 @@ import xxhash
 
 from xtrain.drift.align import align
 from xtrain.drift.errors import DriftError
+from xtrain.drift.pairing import Ops, cause, pair
 from xtrain.drift.record_fields import (
+    FIRST_WEIGHT,
     Check,
     check_fields,
     damaged,
@@ -29,11 +32,17 @@ from xtrain.drift.record_fields import (
     one_of,
     read_json,
 )
-from xtrain.drift.record_folder import OpKey
+from xtrain.drift.record_folder import Formula, OpKey
 
 FORMAT = "xtrain.drift.training"
 VERSION = 1
 ANY_MICRO_BATCH = ("weight", "optimizer", "loss", "gradient norm", "gradient")
+# where a run's files lie, and what is written or computed beside the steps
+NO_NUMBER = re.compile(
+    r"run\.(name|folder|dump_graphs|drift_every)|data\.cache_dir|checkpoint\..*"
+    r"|train\.(eval|sample|log)_.*"
+)
+MANY = 1 << 20  # weights that an op may read
 CAPABILITY = "torch.aten_cpu_capability"
 STEP_FILE = re.compile(r"step_(\d{8,18})\.json")
 SAME, DIFFERENT, NOT_COMPARABLE = 0, 1, 4
@@ -97,6 +106,7 @@ class TrainingComparison:
     alone: tuple[Sequence[int], Sequence[int]] = ((), ())  # steps that a has and b has not, and b's
     num_unmatched: int = 0  # results of common steps that one run alone has
     micro_batches: str = ""  # how those of the two runs differ
+    unmatched: dict[str, int] = field(default_factory=dict)  # op, module and run -> times
 
     @property
     def exit_code(self) -> int:
@@ -162,16 +172,20 @@ def compare_training(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Tr
         reason = "other models: their weights have other names"
     if reason is not None:
         return TrainingComparison(reason, changes, None, [], 0)
-    return _compare_ranks(left, right, changes)
+    return _compare_ranks(left, right, changes, starts[0]["weights"])
 
 
 def _compare_ranks(
-    left: Sequence[Path], right: Sequence[Path], changes: list[tuple[str, Any, Any]]
+    left: Sequence[Path],
+    right: Sequence[Path],
+    changes: list[tuple[str, Any, Any]],
+    weights: Sequence[str],
 ) -> TrainingComparison:
     found: list[TrainingDivergence] = []
     losses: list[tuple[int, int, Any, Any]] = []
     micro_batches = ""
-    num_rows = num_unmatched = 0
+    num_rows = 0
+    without: Counter[str] = Counter()
     alone: tuple[set[int], set[int]] = set(), set()
     for rank, (x, y) in enumerate(zip(left, right, strict=True)):
         last_equal = None
@@ -186,16 +200,16 @@ def _compare_ranks(
                 micro_batches = f"{sizes[0]} in A, {sizes[1]} in B"
                 one, other = _of_any_micro_batch(one), _of_any_micro_batch(other)
             num_rows += len(one["rows"])
-            divergence, num = _first_row(one, other, step, rank, last_equal)
-            num_unmatched += num
+            divergence, unmatched = _first_row(one, other, step, rank, last_equal, weights)
+            without.update(unmatched)
             if divergence is not None:
                 found.append(divergence)
                 break
             last_equal = step
     first = min(found, key=lambda d: (d.step, d.rank), default=None)
     settings = [f"{name} is {x} in A, {y} in B" for name, x, y in changes if _is_setting(name)]
-    if first is not None and settings:
-        first = replace(first, cause="; ".join(settings))
+    if first is not None and settings and not first.cause.startswith("its arguments"):
+        first = replace(first, cause="; ".join([*settings, *filter(None, [first.cause])]))
     reason = None
     if not losses:
         reason = "no step was recorded in both; use the same --drift-every"
@@ -205,17 +219,25 @@ def _compare_ranks(
         reason = f"other initial weights: {first.module_path}{_drawn_otherwise(changes)}"
     sides = sorted(alone[0]), sorted(alone[1])
     return TrainingComparison(
-        reason, changes, first, losses, num_rows, sides, num_unmatched, micro_batches
+        reason,
+        changes,
+        first,
+        losses,
+        num_rows,
+        sides,
+        without.total(),
+        micro_batches,
+        dict(without),
     )
 
 
 def _settings(start: dict[str, Any]) -> dict[str, Any]:
-    """Return "section.key" -> value of the configuration, but for the run's name."""
+    """Return "section.key" -> value of what in the configuration may move a number."""
     return {
         f"configuration.{section}.{key}": value
         for section, table in start["configuration"].items()
         for key, value in table.items()
-        if (section, key) != ("run", "name")
+        if NO_NUMBER.fullmatch(f"{section}.{key}") is None
     }
 
 
@@ -242,33 +264,103 @@ def _micro_batch(step: dict[str, Any]) -> list[int]:
 
 def _of_any_micro_batch(step: dict[str, Any]) -> dict[str, Any]:
     """Return a step without what is of its first micro-batch: inputs and the ops on them."""
-    return {**step, "rows": [row for row in step["rows"] if row[0] in ANY_MICRO_BATCH]}
+    rows = [row for row in step["rows"] if row[0] in ANY_MICRO_BATCH]
+    return {**step, "rows": rows, "formulas": None}
 
 
 def _first_row(
-    a: dict[str, Any], b: dict[str, Any], step: int, rank: int, last_equal: int | None
-) -> tuple[TrainingDivergence | None, int]:
-    """Return the first difference of a step, and how many results have no partner."""
+    a: dict[str, Any],
+    b: dict[str, Any],
+    step: int,
+    rank: int,
+    last_equal: int | None,
+    weights: Sequence[str],
+) -> tuple[TrainingDivergence | None, list[str]]:
+    """Return the first difference of a step, and the results without a partner."""
     rows_a, rows_b = ([Row(*row) for row in step["rows"]] for step in (a, b))
-    keys = [
-        tuple(OpKey(r.path, f"{r.kind} {r.op}", r.dtype) for r in rows) for rows in (rows_a, rows_b)
-    ]
-    aligned = align(*keys)
-    num_unmatched = len(aligned.only_a) + len(aligned.only_b)
-    for i, j in aligned.pairs.tolist():
+    partners = _Partners(a, b, rows_a, rows_b, weights)
+    for i, j in partners.pairs:
         x, y = rows_a[i], rows_b[j]
         if x.shape != y.shape:
-            num_unmatched += 1
+            partners.alone.append(
+                f"{x.op or x.kind} of {x.path or 'the model'} in both, other shape"
+            )
         elif x.hash != y.hash:
-            size = _size(x, y)
-            found = TrainingDivergence(step, rank, x.kind, x.path, x.op, size, last_equal)
-            return found, num_unmatched
+            found = TrainingDivergence(
+                step, rank, x.kind, x.path, x.op, _size(x, y), last_equal, partners.cause(i, j)
+            )
+            return found, partners.alone
         elif x.dtype == y.dtype and x.statistics[:2] != y.statistics[:2]:
             raise DriftError(
                 f"the runs contradict each other: {x.kind} {x.path} {x.op} of step {step} has "
                 "equal bits and other statistics; one of them was edited"
             )
-    return None, num_unmatched
+    return None, partners.alone
+
+
+class _Partners:
+    """Which rows of a step belong together: ops by what they compute from, the rest by name."""
+
+    def __init__(
+        self,
+        a: dict[str, Any],
+        b: dict[str, Any],
+        rows_a: list[Row],
+        rows_b: list[Row],
+        weights: Sequence[str],
+    ):
+        sides = rows_a, rows_b
+        ops, rest = (
+            [[i for i, row in enumerate(rows) if (row.kind == "op") is kind] for rows in sides]
+            for kind in (True, False)
+        )
+        named = align(
+            *([_key(rows[i]) for i in where] for rows, where in zip(sides, rest, strict=True))
+        )
+        self.rows_of = ops
+        self.ops = [
+            _ops([rows[i] for i in where], step.get("formulas"), weights)
+            for rows, where, step in zip(sides, ops, (a, b), strict=True)
+        ]
+        self.found = pair(*self.ops)
+        pairs = [(rest[0][i], rest[1][j]) for i, j in named.pairs.tolist()]
+        pairs += [(ops[0][i], ops[1][j]) for i, j in self.found.pairs.tolist()]
+        self.pairs = sorted(pairs)
+        marks = [{r.path: r.hash for r in rows if r.kind == "weight"} for rows in sides]
+        self.other_weights = {name for name, mark in marks[0].items() if mark != marks[1].get(name)}
+        self.alone = [
+            f"{sides[side][i].op or sides[side][i].kind} of {sides[side][i].path or 'the model'} "
+            f"in {'AB'[side]} alone"
+            for side, where in enumerate(
+                ((named.only_a, self.found.only_a), (named.only_b, self.found.only_b))
+            )
+            for i in [*(rest[side][k] for k in where[0]), *(ops[side][k] for k in where[1])]
+        ]
+
+    def cause(self, i: int, j: int) -> str:
+        """Return why the results of two ops differ, "" for what is no op."""
+        if i not in self.rows_of[0]:
+            return ""
+        rows = self.rows_of[0].index(i), self.rows_of[1].index(j)
+        left, right = self.ops
+        return cause(left, right, self.found, *rows, self.other_weights)
+
+
+def _key(row: Row) -> OpKey:
+    return OpKey(row.path, f"{row.kind} {row.op}", row.dtype)
+
+
+def _ops(rows: list[Row], formulas: Sequence[Any] | None, weights: Sequence[str]) -> Ops:
+    of = [Formula(tuple(origins), words) for origins, words in formulas or ()]
+    last = min((origin for formula in of for origin in formula.operands), default=0)
+    names = [*weights, *(f"buffer {n}" for n in range(FIRST_WEIGHT - last + 1))]
+    return Ops(
+        keys=[OpKey(row.path, row.op, row.dtype) for row in rows],
+        formulas=None if formulas is None else of,
+        weights=names,
+        values=[row.hash for row in rows],
+        shapes=[tuple(row.shape) for row in rows],
+    )
 
 
 def _size(a: Row, b: Row) -> float:
@@ -313,7 +405,23 @@ def _read_step(folder: Path, step: int, rank: int) -> dict[str, Any]:
     check_fields(contents, STEP, path)
     if (contents["step"], contents["rank"]) != (step, rank):
         raise damaged(path, f"it is of step {contents['step']}, rank {contents['rank']}")
+    _check_formulas(contents, path)
     return contents
+
+
+def _check_formulas(contents: dict[str, Any], path: Path) -> None:
+    """Of each op those before it that it reads; older runs have none."""
+    formulas = contents.get("formulas")
+    if formulas is None:
+        return
+    num_ops = sum(row[0] == "op" for row in contents["rows"])
+    if not isinstance(formulas, list) or len(formulas) != num_ops:
+        raise damaged(path, f"formulas are not those of {num_ops} ops")
+    for number, formula in enumerate(formulas):
+        fits = isinstance(formula, list) and len(formula) == 2 and is_text(formula[1])
+        fits = fits and isinstance(formula[0], list)
+        if not fits or not all(type(n) is int and -MANY < n < number for n in formula[0]):
+            raise damaged(path, f"formulas[{number}] is {str(formula)[:40]}")
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -372,4 +480,7 @@ def _only_one_has(comparison: TrainingComparison) -> list[str]:
         )
     if comparison.num_unmatched:
         lines.append(f"without a partner, not compared: {comparison.num_unmatched} results")
+        rows = list(comparison.unmatched.items())
+        lines += [f"  {name}{f', {times} times' if times > 1 else ''}" for name, times in rows[:8]]
+        lines += [f"  and {len(rows) - 8} more"] if len(rows) > 8 else []
     return ["\n".join(lines)] if lines else []
