@@ -89,9 +89,6 @@ MEETS_THE_FIRST_AGAIN = {
     "behind a gate": Form((ATTENTION, Step(around="gate")), joins_first=True),
     "behind a film": Form((ATTENTION, Step(around="film")), joins_first=True),
     "a gate in each block": Form((Step(around="gate"),), beginning="embedding again"),
-    "its own gate in each block": Form(
-        (Step(around="gate of itself"),), beginning="embedding again"
-    ),
 }
 
 

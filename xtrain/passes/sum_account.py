@@ -124,6 +124,7 @@ class SumAccount:
         self.order = {node: i for i, node in enumerate(self.nodes)}
         self.parameters: set[fx.Node] = set()
         self.live: set[fx.Node] = set()
+        self.picked: set[fx.Node] = set()  # rows of parameters, by indices: experts, embeddings
         self._classify()
         self._sources = {node: list(self._edges(node)) for node in self.nodes}
         self.entries: list[SumEntry] = []
@@ -226,6 +227,9 @@ class SumAccount:
                 self.parameters.add(node)
             elif any(n in self.live or n in self.parameters for n in inputs) and _is_float(node):
                 self.live.add(node)
+                floats = [n for n in inputs if _is_float(n)]
+                if floats and all(n in self.parameters or n in self.picked for n in floats):
+                    self.picked.add(node)
 
     def _edges(self, node: fx.Node) -> Iterator[tuple[fx.Node, int, bool]]:
         """The values that a node is computed from: (source, how near it stays, by parameters)."""
@@ -249,6 +253,8 @@ class SumAccount:
         carried = None if opaque else form_or_norm_of(node) or part_of(node) or _stacked_form(node)
         carries_all = fx_utils.op_name(node) in _STACKS or stack_summed_by(node) is not None
         mixed = None if opaque else mixed_streams(node)
+        if fx_utils.op_name(node) in fx_utils.CONTRACTION:
+            given += [n for n in inputs if n in self.picked]
         matrix = opaque or any(_ndim(p) >= 2 for p in given)
         for source in inputs:
             if carries_all or source in addends or source is carried or source is mixed:
@@ -480,16 +486,7 @@ class SumAccount:
         known = {add for add, found in self.branches.items() if found}
         unseen = [n for n in self.nodes if n not in known and len(self._addends(n)) > 1]
         unseen = [n for n in unseen if stack_summed_by(n) not in known and self._is_open(n)]
-        return [
-            add for add in known if any(self._carries_one(add, unseen)) or self._joins_a_stream(add)
-        ]
-
-    def _joins_a_stream(self, add: fx.Node) -> bool:
-        """Whether all that a site would drop are streams that carry its residual on."""
-        residual = self.program.residuals.get(add)
-        if residual is None:
-            return False
-        return all(self._is_stream(branch, peel(residual)) for branch in self.branches[add])
+        return [add for add in known if any(self._carries_one(add, unseen))]
 
     def _is_open(self, add: fx.Node) -> bool:
         """Whether a sum is one of a skip and a branch, as far as it shows."""
@@ -500,10 +497,16 @@ class SumAccount:
         return any(map(_is_skip, labels)) and not all(map(_is_skip, labels))
 
     def _carries_one(self, add: fx.Node, unseen: list[fx.Node]) -> Iterator[bool]:
+        """Whether such a sum, of the site's own stream and behind it, goes on into a branch."""
+        residual = self.program.residuals.get(add)
+        root = None if residual is None else peel(residual)
         for branch in self.branches[add]:
             labels = self._labels(branch, set())
             for inner in unseen:
-                if inner in labels and labels[inner].nearest != _COMPUTED:
+                if root is None or inner not in labels or self.order[inner] <= self.order[root]:
+                    continue
+                own = self._labels(inner, set()).get(root)
+                if labels[inner].nearest != _COMPUTED and own and own.nearest != _COMPUTED:
                     yield True
 
     def goes_on(self, add: fx.Node) -> bool:
