@@ -264,10 +264,13 @@ def test_a_checkpoint_that_may_not_be_read_says_so(runner, capsys, monkeypatch, 
 
 
 class Process:
-    """The command in a process of its own, its steps slow enough to be met by a signal."""
+    """The command in a process of its own, its steps slow enough to be met by a signal.
 
-    def __init__(self, runner, *extra):
-        script = (
+    patch: lines that run before it.
+    """
+
+    def __init__(self, runner, *extra, patch=""):
+        script = patch + (
             "import sys, time, torch; torch.set_num_threads(1)\n"
             "from xtrain import train\n"
             "from xtrain.training import update\n"
@@ -297,10 +300,12 @@ class Process:
         raise AssertionError(f"{text!r} never came:\n{self.output}")
 
     def signal(self, number):
+        self.signalled = time.perf_counter()
         os.killpg(self.process.pid, number)  # as a terminal does: to the whole group
 
     def end(self):
         self.output += self.process.communicate(timeout=60)[0]
+        self.took_s = time.perf_counter() - self.signalled
         return self.process.returncode
 
 
@@ -396,3 +401,22 @@ def test_a_signal_that_does_not_come_through_ends_the_process():
     )
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (143, "at once 15\n"), ended.stderr
+
+
+def test_a_signal_in_a_callback_comes_through_without_a_trace():
+    """Python prints and drops what a weak reference's callback raises; a compiler has many."""
+    script = (
+        "import signal, weakref\n"
+        "from xtrain.training.console import Interrupted, StopSignals\n"
+        "class Gone: pass\n"
+        "gone = Gone()\n"
+        "with StopSignals() as stop:\n"
+        "    reference = weakref.ref(gone, lambda _: signal.raise_signal(signal.SIGINT))\n"
+        "    try:\n"
+        "        del gone\n"
+        "        while True: pass\n"
+        "    except Interrupted as error:\n"
+        "        print('through', error, flush=True)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "through SIGINT\n", "")

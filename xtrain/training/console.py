@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import logging
 import os
 import signal
@@ -131,8 +132,9 @@ class StopSignals:
     """Within the context, the first SIGINT or SIGTERM ends the run.
 
     While `gently` is set it only sets `received`: the loop ends after its step and saves. Else,
-    while data are read or the first step compiles, it raises Interrupted, and where that does not
-    come through within GRACE_S seconds (a compiler or a tokenizer keeps Python from running),
+    while data are read or the first step compiles, it raises Interrupted, once more where Python
+    swallows it (in the callback of a weak reference, of which compilers make many). Where that does
+    not come through within GRACE_S seconds (a compiler or a tokenizer keeps Python from running),
     `at_once` is called and the process ends. The signal's default action is restored with the
     first: a second one ends the process on the spot.
     """
@@ -155,6 +157,7 @@ class StopSignals:
             os.set_blocking(self._writer, False)
             self._wakeup_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
             threading.Thread(target=self._watch, args=(reader,), daemon=True).start()
+            self._hook_before, sys.unraisablehook = sys.unraisablehook, self._unraisable
         return self
 
     def __exit__(
@@ -167,6 +170,7 @@ class StopSignals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if self._before:
+            sys.unraisablehook = self._hook_before
             signal.set_wakeup_fd(self._wakeup_before)
             os.close(self._writer)  # the watch ends
 
@@ -179,6 +183,16 @@ class StopSignals:
         # not through logging: a handler may run in the middle of another print
         again = "; once more leaves at once" if number == signal.SIGINT else ""
         os.write(2, f"\nstopping after this step, then saving{again}\n".encode())
+
+    def _unraisable(self, swallowed: sys.UnraisableHookArgs) -> None:
+        if isinstance(swallowed.exc_value, Interrupted):
+            number = swallowed.exc_value.number
+            signal.signal(number, self._handle)
+            again = threading.Timer(0.05, _thread.interrupt_main, [number])  # past the callback
+            again.daemon = True
+            again.start()
+        else:
+            self._hook_before(swallowed)
 
     def _watch(self, reader: int) -> None:
         while number := os.read(reader, 1):
