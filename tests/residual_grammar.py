@@ -411,15 +411,6 @@ class Form:
         ]
         return all(parts) and BEGINNINGS[self.beginning][1]
 
-    @property
-    def is_known_to_fail(self) -> bool:
-        """Whether the finder is known to name a site wrong; it is not drawn.
-
-        addcmul of an attention branch and a gate that is a projection too: the site is named after
-        the gate: "feed_forward", so another seed.
-        """
-        return any(s.sum == "addcmul" and "attention" in s.branch for s in self.steps)
-
     def source(self) -> str:
         """The text of `Block` and `Model`."""
         lines = ["x = " + BEGINNINGS[self.beginning][0]]

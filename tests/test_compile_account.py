@@ -83,12 +83,40 @@ def test_messages_are_dropped_once_they_are_summed(branch, compile_it):
     hold(model_class(form), compile_it, inputs=inputs_of_a_form())
 
 
+@both
+@pytest.mark.parametrize("branch", ["attention", "two experts"])
+def test_a_branch_that_addcmul_gates_is_whole(branch, compile_it):
+    """Its kind is its own, not the gate's, and what lies inside it is no other site."""
+    form = Form((Step(branch=branch, sum="addcmul"), Step()))
+    hold(model_class(form), compile_it, inputs=inputs_of_a_form())
+
+
+PRODUCTS_THAT_ADD = {
+    "a form of the stream": (Step(skip="tanh", sum="addmm"), Step(skip="clamp")),
+    "a projected skip": (Step(), Step(skip="projected", sum="addmm")),
+    "a projected skip, by batches": (Step(), Step(skip="projected", sum="baddbmm")),
+}
+
+
+@both
+@pytest.mark.parametrize("name", PRODUCTS_THAT_ADD)
+def test_a_product_that_adds_what_it_does_not_carry(name, compile_it):
+    form = Form(PRODUCTS_THAT_ADD[name])
+    hold(model_class(form), compile_it, inputs=inputs_of_a_form(), must_run=False)
+
+
 MEETS_THE_FIRST_AGAIN = {
     "behind positions": Form((Step(),), beginning="positions", joins_first=True),
     "behind a running mean": Form((Step(),), beginning="running mean", joins_first=True),
     "behind a gate": Form((ATTENTION, Step(around="gate")), joins_first=True),
     "behind a film": Form((ATTENTION, Step(around="film")), joins_first=True),
     "a gate in each block": Form((Step(around="gate"),), beginning="embedding again"),
+    "its own gate in each block": Form(
+        (Step(around="gate of itself"),), beginning="embedding again"
+    ),
+    "clamped, and a condition in each block": Form(
+        (Step(around="clamped"),), beginning="condition"
+    ),
 }
 
 

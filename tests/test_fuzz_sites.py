@@ -91,12 +91,11 @@ def outcome(form: Form, compile_it) -> str:
     return "refused"
 
 
-drawn = forms().filter(lambda form: not form.is_known_to_fail)
 LIMITS = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
 
 
 @settings(max_examples=80, derandomize=True, **LIMITS)
-@given(drawn, st.sampled_from([xtrain.compile, xtrain.compile_blocks]))
+@given(forms(), st.sampled_from([xtrain.compile, xtrain.compile_blocks]))
 def test_every_branch_is_dropped_or_refused(form, compile_it):
     note(f"xtrain.{compile_it.__name__}\n{form.source()}")
     outcome(form, compile_it)
@@ -110,7 +109,7 @@ def main(count: int, start: int) -> int:
 
     @seed(start)
     @settings(max_examples=count, phases=[Phase.generate], **LIMITS)
-    @given(drawn, st.sampled_from([xtrain.compile, xtrain.compile_blocks]))
+    @given(forms(), st.sampled_from([xtrain.compile, xtrain.compile_blocks]))
     def run(form, compile_it):
         try:
             result = outcome(form, compile_it)

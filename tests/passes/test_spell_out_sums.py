@@ -54,6 +54,38 @@ PRODUCTS = {
         lambda x, h, w: F.linear(rows(h), w, rows(x)),
         lambda x, h, w, drop: rows(x) + drop(rows(h) @ w.T),
     ),
+    "linear that adds a form of the stream": (
+        lambda x, h, w: F.linear(rows(h), w, rows(torch.tanh(x).flip(-1))),
+        lambda x, h, w, drop: rows(torch.tanh(x).flip(-1)) + drop(rows(h) @ w.T),
+    ),
+    "addcmul": (
+        lambda x, h, w: torch.addcmul(x, w[0].expand_as(x), h, value=2),
+        lambda x, h, w, drop: x + 2 * drop(w[0] * h),
+    ),
+    "addcmul, branch first": (
+        lambda x, h, w: torch.addcmul(x, h, x.sigmoid()),
+        lambda x, h, w, drop: x + drop(h * x.sigmoid()),
+    ),
+    "addcmul, a gate that is projected": (
+        lambda x, h, w: torch.addcmul(x, h, (x @ w).sigmoid()),
+        lambda x, h, w, drop: x + drop(h * (x @ w).sigmoid()),
+    ),
+    "addcmul, one factor twice": (
+        lambda x, h, w: torch.addcmul(x, h, h),
+        lambda x, h, w, drop: x + drop(h * h),
+    ),
+    "addcmul_": (
+        lambda x, h, w: (x := x.clone(), x.addcmul_(h, x.sin(), value=0.5), x * 1)[2],
+        lambda x, h, w, drop: x + 0.5 * drop(h * x.sin()),
+    ),
+    "addcdiv_": (
+        lambda x, h, w: (x := x.clone(), x.addcdiv_(h, x.exp(), value=0.5), x * 1)[2],
+        lambda x, h, w, drop: x + 0.5 * drop(h / x.exp()),
+    ),
+    "_foreach_addcmul": (
+        lambda x, h, w: torch._foreach_addcmul([x], [h], [x.sin()], [2.0])[0],
+        lambda x, h, w, drop: x + 2 * drop(h * x.sin()),
+    ),
     "gated": (
         lambda x, h, w: torch.addmm(rows(x.sigmoid() * x), rows(h), w),
         lambda x, h, w, drop: rows(x.sigmoid() * x) + drop(rows(h) @ w),
@@ -86,8 +118,8 @@ def test_a_product_that_adds_the_stream_is_a_branch(name):
     (found,) = module(*captured.inputs, seeds(1))
     expected = spelt(stream(), model.hidden(stream()), model.linears[1].weight, dropped)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
-    for gone in ("addmm", "baddbmm", "addbmm"):
-        assert f"torch.{gone}(" not in code_of(module)
+    for gone in ("addmm", "baddbmm", "addbmm", "addcmul"):
+        assert f"{gone}(" not in code_of(module)
 
 
 def test_a_product_under_autocast_keeps_its_dtype():
@@ -111,6 +143,7 @@ LOOK_ALIKES = {
     "low-rank update": lambda x, h, w: torch.addmm(rows(h @ w), rows(h), w),
     "attention scores": lambda x, h, w: torch.baddbmm(h @ h.mT, h, h.mT).softmax(-1) @ h,
     "scores of scores": lambda x, h, w: torch.baddbmm(x @ x.mT, x @ w, x.mT).softmax(-1) @ h,
+    "addcmul of no branch": lambda x, h, w: h @ torch.addcmul(x, x.sin(), w[0], value=2).mT,
     "a linear layer": lambda x, h, w: F.linear(h, w, w[0]),
     "a stack of its own": lambda x, h, w: torch.stack([x, h @ w]).sum(0),
 }

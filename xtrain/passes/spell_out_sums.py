@@ -2,13 +2,14 @@
 
 Before:  y = torch.addmm(x, h, w)              After:  m = torch.mm(h, w)
                                                        y = torch.add(x, m)
+         y = torch.addcmul(x, g, h)                     m = g * h; y = torch.add(x, m)
          a, b = torch._foreach_add([x, y], [h, k])     a = torch.add(x, h); b = torch.add(y, k)
          s = torch.stack((x, h)); y = s.sum(0)         s stays for its other readers, and y has a
          z = s[1]                                      stack of its own
 Stage:   Dynamo's own graph, in front of the search for residual sites.     Changes numerics: a
          product is rounded before it is added; nothing else.
 Skips:   addmm and the like whose first operand the product does not depend on: biases, ALiBi,
-         attention scores, low-rank updates.
+         attention scores, low-rank updates; addcmul of factors that no product of matrices made.
 """
 
 from __future__ import annotations
@@ -19,10 +20,15 @@ import torch
 from torch import fx
 
 from xtrain.passes import fx_utils
-from xtrain.passes.roots import gated_roots, wholes
+from xtrain.passes.forms import values_of
 from xtrain.passes.stacks import chain_to_stack
 from xtrain.passes.sum_readers import is_read_by_softmax_alone
-from xtrain.passes.values import made_of_parameters, peel, same_shape
+from xtrain.passes.values import (
+    depends_on_contraction,
+    made_of_parameters,
+    may_hold_floats,
+    same_shape,
+)
 
 # op -> (position of the summand, its name, positions and names of the factors, the product alone)
 _PRODUCTS: dict[str, tuple[Any, ...]] = {
@@ -45,11 +51,12 @@ def spell_out_sums(graph: fx.Graph) -> dict[fx.Node, str]:
         name = fx_utils.op_name(node)
         found: list[fx.Node] = []
         if name in _FOREACH:
-            found = _spell_out_foreach(node, _FOREACH[name])
-        elif name in _PRODUCTS and _is_residual(node):
-            found = [_spell_out_product(node, name)]
-        elif name == "linear" and _is_residual(node, 2):
-            found = [_spell_out_linear(node)]
+            found = [_spell_out_addcmul(n) or n for n in _spell_out_foreach(node, _FOREACH[name])]
+        elif (add := _spell_out_addcmul(node)) is not None:
+            found = [add]
+        elif _is_residual(node):
+            is_linear = name == "linear"
+            found = [_spell_out_linear(node) if is_linear else _spell_out_product(node, name)]
         elif chain := chain_to_stack(node):
             _give_own_stack(node, chain)
         adds |= dict.fromkeys(found, node.name)
@@ -65,7 +72,7 @@ def _call(like: fx.Node, target: Any, args: tuple[Any, ...], **kwargs: Any) -> f
         else:
             node = graph.call_function(target, args, kwargs)
     node.meta = {k: v for k, v in like.meta.items() if k not in ("example_value", "val")}
-    values, named = fx.node.map_arg((args, kwargs), fx_utils.tensor_meta)
+    values, named = values_of((args, kwargs))
     with torch.no_grad():
         if isinstance(target, str):
             out_of_place = getattr(values[0], target.removesuffix("_"))
@@ -104,18 +111,34 @@ def _spell_out_foreach(node: fx.Node, name: str) -> list[fx.Node]:
     return results
 
 
-def _is_residual(node: fx.Node, position: int = 0) -> bool:
-    """Whether a product is added to a value that its own factors come from."""
-    summand = fx_utils.operand(node, position, "bias" if position else "input", "self")
-    if not isinstance(summand, fx.Node) or not same_shape(summand, node):
+def summand_of(node: fx.Node) -> fx.Node | None:
+    """The activation of its own shape that a product of matrices adds, or None."""
+    name = fx_utils.op_name(node)
+    if name not in _PRODUCTS and name != "linear":
+        return None
+    value = fx_utils.operand(node, *((2, "bias") if name == "linear" else (0, "input", "self")))
+    if not isinstance(value, fx.Node) or not same_shape(value, node):
+        return None
+    return None if made_of_parameters(value) else value
+
+
+def _is_residual(node: fx.Node) -> bool:
+    """Whether a product is added to a value that its own factors come from.
+
+    The value may be any form of what they come from, but for a product of matrices.
+    """
+    summand = summand_of(node)
+    if summand is None or is_read_by_softmax_alone(node):
         return False
-    if made_of_parameters(summand) or is_read_by_softmax_alone(node):
-        return False
-    streams = {peel(summand), *gated_roots(summand), *wholes(summand)}
+    streams, pending = {summand}, [summand]
+    for value in pending:
+        if not fx_utils.holds_contraction(value):
+            pending += (new := [n for n in value.all_input_nodes if n not in streams])
+            streams.update(n for n in new if may_hold_floats(n) and not made_of_parameters(n))
     seen = {n for n in node.all_input_nodes if n is not summand}
     pending = list(seen)
     for source in pending:
-        if source in streams or peel(source) in streams:
+        if source in streams:
             return True
         pending += (new := [n for n in source.all_input_nodes if n not in seen])
         seen.update(new)
@@ -137,6 +160,31 @@ def _spell_out_linear(node: fx.Node) -> fx.Node:
     factors = fx_utils.operand(node, 0, "input"), fx_utils.operand(node, 1, "weight")
     branch = _call(node, torch.nn.functional.linear, factors)
     return _add_instead(node, fx_utils.operand(node, 2, "bias"), branch, 1, 1)
+
+
+def _spell_out_addcmul(node: fx.Node) -> fx.Node | None:
+    """The product of two factors is one branch, whichever of them gates the other.
+
+    Dynamo writes the forms in place that have a value as fma(product, value, x).
+    """
+    name = fx_utils.op_name(node)
+    if name in ("addcmul", "addcmul_"):
+        stream = fx_utils.operand(node, 0, "input", "self")
+        factors = [fx_utils.operand(node, 1, "tensor1"), fx_utils.operand(node, 2, "tensor2")]
+        value = fx_utils.operand(node, 3, "value", default=1)
+    elif name == "fma":
+        *factors, stream = node.args
+        value = 1
+    else:
+        return None
+    made = [isinstance(f, fx.Node) and depends_on_contraction(f) for f in factors]
+    if not any(made) or not isinstance(stream, fx.Node):
+        return None
+    if name == "fma" and not isinstance(factors[1], fx.Node):
+        branch, value = factors
+    else:
+        branch = _call(node, torch.mul, tuple(factors))
+    return _add_instead(node, stream, branch, 1, value)
 
 
 def _add_instead(node: fx.Node, stream: fx.Node, branch: fx.Node, beta: Any, alpha: Any) -> fx.Node:

@@ -24,6 +24,7 @@ from the sum itself, but from its place: whatever lies inside the branch of a si
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -38,6 +39,7 @@ from xtrain.passes.own_dropouts import own_dropout
 from xtrain.passes.program import Program, is_item, operands, written_into
 from xtrain.passes.residual_sites import ResidualSite, computing_module, find_residual_sites
 from xtrain.passes.roots import mixed_streams
+from xtrain.passes.spell_out_sums import summand_of
 from xtrain.passes.stacks import stack_summed_by
 from xtrain.passes.sum_readers import (
     is_error_of_a_loss,
@@ -46,6 +48,7 @@ from xtrain.passes.sum_readers import (
 )
 from xtrain.passes.sums import held_operands
 from xtrain.passes.values import (
+    SUB,
     form_or_norm_of,
     is_parameter,
     is_table,
@@ -235,7 +238,7 @@ class SumAccount:
         """The values that a node is computed from: (source, how near it stays, by parameters)."""
         if node.op in ("placeholder", "get_attr", "output"):
             return
-        member = _member(node)
+        member = _copied(node) or _member(node)
         if member is not None:
             yield (member, _CARRIES, False)
             return
@@ -247,7 +250,7 @@ class SumAccount:
         ):
             yield from ((n, _CARRIES, False) for n in inputs)
             return
-        addends = set(self._addends(node)) or set(self._held(node))
+        addends = set(self._product_addends(node)[:1] or self._addends(node) or self._held(node))
         given = [n for n in node.all_input_nodes if n in self.parameters]
         opaque = self._is_opaque(node)
         carried = None if opaque else form_or_norm_of(node) or part_of(node) or _stacked_form(node)
@@ -285,7 +288,7 @@ class SumAccount:
             return []
         found = self._held(node)
         if not found and node not in self.parameters:
-            found = self._merged_addends(node)
+            found = self._merged_addends(node) or self._product_addends(node)
         return found if len(found) > 1 else []
 
     def _held(self, node: fx.Node) -> list[fx.Node]:
@@ -313,6 +316,12 @@ class SumAccount:
             live = [v for v in values if isinstance(v, fx.Node) and v in self.live]
             return list(dict.fromkeys(_unsqueezed(v) for v in live))
         return []
+
+    def _product_addends(self, node: fx.Node) -> list[fx.Node]:
+        """What a product of matrices adds (spell_out_sums.py left it as it is), and a factor."""
+        summand = summand_of(node)
+        factors = [n for n in node.all_input_nodes if n is not summand and n in self.live]
+        return [summand, *factors[:1]] if summand in self.live else []
 
     # --- ways -----------------------------------------------------------------------------------
 
@@ -398,7 +407,7 @@ class SumAccount:
                 if n in self.live
                 and n not in blocked
                 and sum(n in known for known in labels) > 1
-                and (_same_shape(n, shape) or _is_in_part(n, shape, labels))
+                and (_same_rows(n, shape) or _is_in_part(n, shape, labels))
             ]
             if not common:
                 return None
@@ -434,8 +443,9 @@ class SumAccount:
         if self._are_parts(add, addends, root):
             return SumEntry(add, "left", JOINED)
         seen = _said(found)
-        is_stacked = stack_summed_by(add) is not None or fx_utils.op_name(add) in _SUMS_OVER_DIM
-        if not skips or not all(map(_can_be_dropped, branches)) or is_stacked:
+        hides = stack_summed_by(add) is not None or fx_utils.op_name(add) in _SUMS_OVER_DIM
+        hides |= bool(self._product_addends(add))
+        if not skips or not all(map(_can_be_dropped, branches)) or hides:
             return SumEntry(add, "unexplained", seen=seen)
         self._add_general(General(add, branches, skips[0], root))
         return SumEntry(add, "site", seen=seen)
@@ -445,7 +455,7 @@ class SumAccount:
         first, *others = (self._labels(a, set()) for a in self._addends(add))
         shape = _shape(add)
         for other in others:
-            if any(n in other and n in self.live and _same_shape(n, shape) for n in first):
+            if any(n in other and n in self.live and _same_rows(n, shape) for n in first):
                 return SumEntry(add, "left", EARLIER_VALUE)
         return None
 
@@ -455,13 +465,29 @@ class SumAccount:
         It is a form of a site's sum that does not depend on root, or that has it from its stream.
         """
         labels = self._labels(addend, set())
-        for node, label in labels.items():
-            if label.nearest == _COMPUTED or not self.branches.get(node):
-                continue
-            if self.order[node] <= self.order[root]:
+        carried = [n for n, label in labels.items() if label.nearest != _COMPUTED]
+        for node in carried:
+            if not self.branches.get(node) or self.order[node] <= self.order[root]:
                 continue
             inner = self._labels(node, set()).get(root)
-            if inner is None or inner.nearest != _COMPUTED:
+            if inner is None:
+                return True
+            if inner.nearest != _COMPUTED and not self._is_taken_off(root, node, carried):
+                return True
+        return False
+
+    def _is_taken_off(self, root: fx.Node, total: fx.Node, values: list[fx.Node]) -> bool:
+        """Whether one of these values is the difference of a sum and the stream that it began with.
+
+        (x + f) - x is f again, however x and the sum are shown: AltUp's innovation.
+        """
+        for node in values:
+            if fx_utils.op_name(node) not in SUB or self.order[node] <= self.order[total]:
+                continue
+            known = [self._labels(a, {total}) for a in self._addends(node)]
+            with_sum = [total in k and k[total].nearest != _COMPUTED for k in known]
+            without = [root in k and k[root].nearest != _COMPUTED for k in known]
+            if any(with_sum) and any(w and not t for w, t in zip(without, with_sum, strict=True)):
                 return True
         return False
 
@@ -486,7 +512,16 @@ class SumAccount:
         known = {add for add, found in self.branches.items() if found}
         unseen = [n for n in self.nodes if n not in known and len(self._addends(n)) > 1]
         unseen = [n for n in unseen if stack_summed_by(n) not in known and self._is_open(n)]
-        return [add for add in known if any(self._carries_one(add, unseen))]
+        return [
+            add for add in known if any(self._carries_one(add, unseen)) or self._joins_a_stream(add)
+        ]
+
+    def _joins_a_stream(self, add: fx.Node) -> bool:
+        """Whether all that a site would drop are streams that carry its residual on."""
+        residual = self.program.residuals.get(add)
+        if residual is None:
+            return False
+        return all(self._is_stream(branch, peel(residual)) for branch in self.branches[add])
 
     def _is_open(self, add: fx.Node) -> bool:
         """Whether a sum is one of a skip and a branch, as far as it shows."""
@@ -562,6 +597,12 @@ def _unsqueezed(node: fx.Node) -> fx.Node:
         source = node.all_input_nodes[0] if node.all_input_nodes else node
         return source
     return node
+
+
+def _copied(node: fx.Node) -> fx.Node | None:
+    """What is written over the whole of another value."""
+    value = fx_utils.operand(node, 1, "src") if fx_utils.op_name(node) == "copy_" else None
+    return value if isinstance(value, fx.Node) else None
 
 
 def _member(node: fx.Node) -> fx.Node | None:
@@ -662,6 +703,15 @@ def _ndim(node: fx.Node) -> int:
 def _shape(node: fx.Node) -> torch.Size:
     value = fx_utils.tensor_meta(node)
     return torch.Size(()) if value is None else value.shape
+
+
+def _same_rows(node: fx.Node, shape: torch.Size) -> bool:
+    """Whether a value has a sum's shape, or is viewed so: as many rows, flattened or not."""
+    value = fx_utils.tensor_meta(node)
+    if value is None or value.ndim < 2 or not shape:
+        return False
+    is_view = same_sizes(value.shape[-1:], shape[-1:])
+    return is_view and statically_known_true(value.numel() == math.prod(shape))
 
 
 def _same_shape(node: fx.Node, shape: torch.Size) -> bool:

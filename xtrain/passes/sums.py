@@ -1,7 +1,6 @@
 """What counts as a sum of addends: adds and differences, fused forms, sums over stacked values.
 
 torch.lerp(x, h, w)            x + w * (h - x)      addends x and h
-torch.addcmul(x, g, h)         x + value * g * h    addends x and the computed factor
 torch.addcdiv(x, h, g)         x + value * h / g    addends x and h
 torch.rsub(h, x)               x - h                addends h and x
 x.index_add(0, i, h)           x[i] += h            addends x and h, also of other shapes
@@ -15,18 +14,16 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from xtrain.passes import fx_utils
-from xtrain.passes.own_dropouts import own_dropout
 from xtrain.passes.stacks import stack_summed_by, stacked_values
-from xtrain.passes.values import BUFFERS, SUB, depends_on_contraction, is_table, same_shape
+from xtrain.passes.values import BUFFERS, SUB, is_table, same_shape
 
 _LERP = frozenset({"lerp", "lerp_"})
-_ADDCMUL = frozenset({"addcmul", "addcmul_"})
 _ADDCDIV = frozenset({"addcdiv", "addcdiv_"})
 # Where an op that adds to parts of its first operand takes what it adds.
 _SCATTERED = {"index_add": (3, "source"), "scatter_add": (3, "src"), "index_put": (2, "values")}
 _SCATTERED |= {f"{name}_": where for name, where in _SCATTERED.items()}
 # x - f(x) is a residual sum too.
-_PAIR = fx_utils.ADD | SUB | _LERP | _ADDCMUL | _ADDCDIV
+_PAIR = fx_utils.ADD | SUB | _LERP | _ADDCDIV
 IN_PLACE_SUM = fx_utils.IN_PLACE_ADD | {"sub_", "isub", "__isub__", "lerp_", "addcmul_", "addcdiv_"}
 IN_PLACE_SUM |= {name for name in _SCATTERED if name.endswith("_")}
 
@@ -52,8 +49,7 @@ def is_sum(node: fx.Node) -> bool:
 def sum_operands(node: fx.Node) -> tuple[Any, ...]:
     """Return the operands of a sum that may be stream and branches, () for any other node.
 
-    A factor of addcmul stands for the product: a dropped factor drops the product. None in the
-    place of an operand that the node takes twice, since it cannot be replaced by itself.
+    None in the place of one that the node takes twice, since it cannot be replaced by itself.
     """
     return tuple(operand for _, operand in held_operands(node))
 
@@ -70,9 +66,6 @@ def held_operands(node: fx.Node) -> list[tuple[fx.Node, Any]]:
 
 
 def _pair(node: fx.Node, name: str) -> tuple[Any, Any]:
-    if name in _ADDCMUL:
-        first = fx_utils.operand(node, 0, "input", "self")
-        return first, _product_operand(node, first)
     if name in _ADDCDIV:
         first, second = (
             fx_utils.operand(node, 0, "input", "self"),
@@ -106,20 +99,6 @@ def is_gathered(node: fx.Node) -> bool:
     if not isinstance(base, fx.Node):
         return False
     return fx_utils.op_name(base) in BUFFERS or is_table(base) or is_gathered(base)
-
-
-def _product_operand(node: fx.Node, residual: fx.Node) -> fx.Node | None:
-    """The factor of addcmul that has the sum's shape and holds a contraction.
-
-    Of two, the one that the model drops itself: a dropout on the other would be a second.
-    """
-    factors = [fx_utils.operand(node, 1, "tensor1"), fx_utils.operand(node, 2, "tensor2")]
-    if factors[0] is factors[1]:
-        return None
-    whole = [f for f in factors[::-1] if isinstance(f, fx.Node) and same_shape(f, node)]
-    whole = [f for f in whole if depends_on_contraction(f)]
-    dropped = [f for f in whole if own_dropout(f, residual) is not None]
-    return next(iter(dropped + whole), None)
 
 
 class Blend(NamedTuple):
