@@ -9,7 +9,7 @@ from harness import capture
 from marked import B, D, Model, N, PreNorm, T, stream
 from torch import Tensor, nn
 
-from xtrain.passes.cut_adds import find_cut_adds
+from xtrain.passes.find_sites import find_cut_adds
 from xtrain.passes.residual_sites import find_residual_sites
 
 ERRORS = {

@@ -25,8 +25,9 @@ import xtrain
 from xtrain import torch_compat
 from xtrain.compiler.backend_failures import short_place
 from xtrain.compiler.seeds import SizeReader
+from xtrain.passes.find_sites import Found
 from xtrain.passes.program import Program, writes_in_place
-from xtrain.passes.sum_account import Found, Settled, SumAccount, SumEntry
+from xtrain.passes.sum_account import Settled, SumAccount, SumEntry
 
 _OWN_FOLDERS = (str(Path(torch.__file__).parent), str(Path(xtrain.__file__).parent))
 

@@ -25,6 +25,7 @@ from torch import fx
 from xtrain import torch_compat
 from xtrain.ops.dropout import FORWARD as DROPOUT_OP
 from xtrain.passes import fx_utils
+from xtrain.passes.find_sites import Found, find_sites
 from xtrain.passes.own_dropouts import (
     is_dropped_whole,
     is_masked_by_hand,
@@ -36,7 +37,7 @@ from xtrain.passes.program import writes_in_place
 from xtrain.passes.residual_sites import ResidualSite
 from xtrain.passes.result import PassResult
 from xtrain.passes.spell_out_sums import spell_out_sums
-from xtrain.passes.sum_account import Found, Settled, find_sites
+from xtrain.passes.sum_account import Settled
 from xtrain.passes.sums import IN_PLACE_SUM, sum_operands
 from xtrain.passes.values import is_active_dropout, is_xtrain_op, peeled_chain
 

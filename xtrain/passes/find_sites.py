@@ -1,0 +1,148 @@
+"""Find the sites of a graph and of the bodies that it calls, and the account of its sums."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import fx
+
+from xtrain.passes import fx_utils
+from xtrain.passes.own_dropouts import own_dropout
+from xtrain.passes.program import Program, operands
+from xtrain.passes.residual_sites import (
+    ResidualSite,
+    branch_kind,
+    computing_module,
+    find_residual_sites,
+)
+from xtrain.passes.sum_account import General, Settled, SumAccount
+from xtrain.passes.sum_readers import is_no_stream
+from xtrain.passes.sums import is_sum, sum_operands
+from xtrain.passes.values import is_activation_input, parameters_read_by, peel
+
+
+@dataclass
+class Found:
+    """The sites of a graph and of the bodies that it calls, found once, and its account of sums.
+
+    sites:   by graph, in running order; unsited: the same of bodies that take no seeds.
+    account: None where only the whole forward can tell (a piece of it, compiler/recorder.py).
+    """
+
+    program: Program
+    sites: dict[fx.Graph, list[ResidualSite]]
+    account: SumAccount | None = None
+
+
+def find_sites(
+    module: fx.GraphModule, settled: Settled = lambda node: "", general: str = "all"
+) -> Found:
+    """Return the residual sites of a graph module and its bodies, and the account of its sums.
+
+    Args:     module: its hidden sums are spelt out (spell_out_sums).
+              settled: what the user says of a sum of these graphs.
+              general: which sites the account may add to those that the plain search finds: "all"
+              where the graph is a whole forward, "stream" where it is a block (those whose sum
+              goes on as a stream), "none" for a piece, which is judged with the others later.
+    """
+    found: dict[fx.Graph, list[ResidualSite]] = {}
+    _find_plain(module.graph, (), settled, found)
+    program = Program.of(module)
+    program.cover(site for sites in found.values() for site in sites)
+    result = Found(program, found)
+    if general == "none":
+        return result
+    account = SumAccount(program, lambda node: settled(program.origin.get(node, node)))
+    for add in account.mistaken():
+        del program.branches[add]
+        origin = program.origin[add]
+        found[origin.graph] = [s for s in found[origin.graph] if origin not in s.takers]
+    account.run()
+    for site in account.general:
+        for described in _described(account, site):
+            if general == "all" or account.goes_on(site.add):
+                found.setdefault(described.add.graph, []).append(described)
+            else:
+                program.branches.pop(site.add, None)
+    result.account = account
+    return result
+
+
+def _find_plain(
+    graph: fx.Graph,
+    calls: tuple[fx.Node, ...],
+    settled: Settled,
+    found: dict[fx.Graph, list[ResidualSite]],
+) -> None:
+    if graph in found:
+        return
+    sites = find_residual_sites(graph, calls if find_cut_adds(graph) else ())
+    found[graph] = [site for site in sites if settled(site.add) != "leave"]
+    for node in graph.nodes:
+        for body in fx_utils.called_bodies(node):
+            inner = (*calls, node) if fx_utils.body_operands(node) else ()
+            _find_plain(body.graph, inner, settled, found)
+
+
+def _described(account: SumAccount, site: General) -> Iterator[ResidualSite]:
+    """The general sites of one add, in the nodes of the graphs that the program was made of."""
+    origin = account.program.origin
+    add = origin[site.add]
+    there = {here: there for there, here in operands(add, site.add)}
+    for branch in site.branches:
+        if branch not in there:
+            continue
+        residual = there.get(site.skip) if site.skip is not None else None
+        if site.root is not None:
+            members, reached = account.ways.between(site.root, branch)
+        else:
+            members, reached = [branch], {branch}
+        residual = residual if residual is not None else there[branch]
+        own = own_dropout(there[branch], residual) if residual is not there[branch] else None
+        yield ResidualSite(
+            add=add,
+            branch=there[branch],
+            residual=residual,
+            kind=branch_kind(members, reached),
+            own=own,
+            shared=(),
+            path=fx_utils.module_path(add),
+            takers=(add,),
+            witnesses=tuple(origin.get(n, n) for n in parameters_read_by(members)),
+            origin=computing_module(members),
+        )
+
+
+def find_cut_adds(graph: fx.Graph) -> list[fx.Node]:
+    """Return adds of a graph piece that look like sites whose other half lies in another piece.
+
+    One operand is an activation that enters the piece, the other is or comes from another one and
+    not from the first: after a graph break inside a branch, that is what its residual add is.
+    """
+    found = []
+    for add in graph.nodes:
+        if not is_sum(add):
+            continue
+        for residual, branch in itertools.permutations(sum_operands(add), 2):
+            root = peel(residual)
+            is_cut = is_activation_input(root) and _depends_on_other_input(branch, root)
+            if is_cut and not is_no_stream(add, root):
+                found.append(add)
+                break
+    return found
+
+
+def _depends_on_other_input(branch: fx.Node, root: fx.Node) -> bool:
+    seen, pending = {branch}, [branch]
+    others = False
+    while pending:
+        node = pending.pop()
+        if node is root:
+            return False
+        others |= is_activation_input(node)
+        new = [n for n in node.all_input_nodes if n not in seen]
+        seen.update(new)
+        pending += new
+    return others

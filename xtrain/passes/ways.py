@@ -1,0 +1,369 @@
+"""How the values of a forward reach one another: what a sum adds, and by which ways it depends.
+
+The ways of a flat graph (`Program`), each with how near it stays to the value where it begins and
+whether parameters lie on it. A branch that a dropout covers reaches nothing behind its add.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from xtrain.passes import fx_utils
+from xtrain.passes.program import Program, is_item, written_into
+from xtrain.passes.roots import mixed_streams
+from xtrain.passes.spell_out_sums import summand_of
+from xtrain.passes.stacks import stack_summed_by
+from xtrain.passes.sums import held_operands
+from xtrain.passes.values import (
+    form_or_norm_of,
+    is_parameter,
+    is_table,
+    is_xtrain_op,
+    part_of,
+    reads_form_alone,
+    same_sizes,
+)
+
+# Where the value of a node comes from: how near it stays to the source of an edge.
+CARRIES, ALONE, COMPUTED = 0, 1, 2
+_STACKS = frozenset({"stack", "cat", "concat", "concatenate"})
+_CHUNKS = frozenset({"chunk", "split", "split_with_sizes", "tensor_split", "unbind"})
+
+
+class Label(NamedTuple):
+    """How a value reaches an addend: at its nearest, and whether parameters lie on any way."""
+
+    nearest: int
+    has_parameters: bool
+
+
+class Ways:
+    """The values of a program and the ways between them.
+
+    live: activations; parameters: those and what is made of them alone; the rest are tables and
+    numbers. order: node -> its place in the running order.
+    """
+
+    def __init__(self, program: Program):
+        self.program = program
+        self.branches = program.branches
+        self.nodes = list(program.graph.nodes)
+        self.order = {node: i for i, node in enumerate(self.nodes)}
+        self.parameters: set[fx.Node] = set()
+        self.live: set[fx.Node] = set()
+        self.picked: set[fx.Node] = set()  # rows of parameters, by indices: experts, embeddings
+        self._classify()
+        self._sources = {node: list(self._edges(node)) for node in self.nodes}
+
+    # --- values ---------------------------------------------------------------------------------
+
+    def _classify(self) -> None:
+        """Tell parameters and what is made of them, and activations, from tables and numbers."""
+        for node in self.nodes:
+            role = node.meta.get("role")
+            if node.op == "output":
+                continue
+            if node.op in ("placeholder", "get_attr"):
+                if role == "parameter" or (role is None and is_parameter(node)):
+                    self.parameters.add(node)
+                elif role == "input" or (role is None and _is_activation(node)):
+                    self.live.add(node)
+                continue
+            inputs = node.all_input_nodes
+            if inputs and all(n in self.parameters for n in inputs):
+                self.parameters.add(node)
+            elif any(n in self.live or n in self.parameters for n in inputs) and _is_float(node):
+                self.live.add(node)
+                floats = [n for n in inputs if _is_float(n)]
+                if floats and all(n in self.parameters or n in self.picked for n in floats):
+                    self.picked.add(node)
+
+    def _edges(self, node: fx.Node) -> Iterator[tuple[fx.Node, int, bool]]:
+        """The values that a node is computed from: (source, how near it stays, by parameters)."""
+        if node.op in ("placeholder", "get_attr", "output"):
+            return
+        member = _copied(node) or _member(node)
+        if member is not None:
+            yield (member, CARRIES, False)
+            return
+        inputs = [
+            n for n in node.all_input_nodes if n in self.live and not reads_form_alone(node, n)
+        ]
+        if node.target is written_into or (
+            is_item(node) and fx_utils.tensor_meta(node.args[0]) is None
+        ):
+            yield from ((n, CARRIES, False) for n in inputs)
+            return
+        addends = set(self.product_addends(node)[:1] or self.addends(node) or self._held(node))
+        given = [n for n in node.all_input_nodes if n in self.parameters]
+        opaque = self.is_opaque(node)
+        carried = None if opaque else form_or_norm_of(node) or part_of(node) or _stacked_form(node)
+        carries_all = fx_utils.op_name(node) in _STACKS or stack_summed_by(node) is not None
+        mixed = None if opaque else mixed_streams(node)
+        if fx_utils.op_name(node) in fx_utils.CONTRACTION:
+            given += [n for n in inputs if n in self.picked]
+        matrix = opaque or any(ndim_of(p) >= 2 for p in given)
+        for source in inputs:
+            if carries_all or source in addends or source is carried or source is mixed:
+                yield (source, CARRIES, bool(given))
+            else:
+                yield (source, COMPUTED if matrix else ALONE, bool(given) or opaque)
+
+    def is_opaque(self, node: fx.Node) -> bool:
+        """Whether what a node does is not known by its name: another library's op, a control flow.
+
+        A module that is called as one, and a body that runs many times, hold their own parameters.
+        """
+        if node.op == "call_module":
+            return True
+        target = node.target
+        if isinstance(target, torch._ops.HigherOrderOperator):
+            return bool(fx_utils.called_bodies(self.program.origin.get(node, node)))
+        if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+            name = getattr(target, "namespace", "") or str(target).partition(".")[0]
+            return name not in ("aten", "prims", "xtrain", "torch_attn", "_c10d_functional")
+        return False
+
+    def addends(self, node: fx.Node) -> list[fx.Node]:
+        """The activations that a node adds up, [] where it adds fewer than two."""
+        if node.op not in ("call_function", "call_method") or not _is_float(node):
+            return []
+        if fx_utils.tensor_meta(node) is None or ndim_of(node) < 2 or is_xtrain_op(node):
+            return []
+        found = self._held(node)
+        if not found and node not in self.parameters:
+            found = self._merged_addends(node) or self.product_addends(node)
+        return found if len(found) > 1 else []
+
+    def _held(self, node: fx.Node) -> list[fx.Node]:
+        held = [o for _, o in held_operands(node) if isinstance(o, fx.Node)]
+        held = [o for o in held if ndim_of(o) > 1]  # a vector is a bias, whatever it was made of
+        return list(dict.fromkeys(o for o in held if o in self.live))
+
+    def _merged_addends(self, node: fx.Node) -> list[fx.Node]:
+        """Stacked values that an op adds up along the stack, in a spelling that sums.py has not.
+
+        What views, casts, scales, projects or attends to a stack keeps its values apart.
+        """
+        name = fx_utils.op_name(node)
+        if name not in SUMS_OVER_DIM:
+            return []
+        for source in node.all_input_nodes:
+            stack: fx.Node | None = source
+            while stack is not None and fx_utils.op_name(stack) not in _STACKS:
+                stack = form_or_norm_of(stack)
+            if stack is None or stack_summed_by(node) is not None:
+                continue
+            values = fx_utils.operand(stack, 0, "tensors")
+            if not isinstance(values, list | tuple) or not _along_stack(node, source, stack):
+                continue
+            live = [v for v in values if isinstance(v, fx.Node) and v in self.live]
+            return list(dict.fromkeys(_unsqueezed(v) for v in live))
+        return []
+
+    def product_addends(self, node: fx.Node) -> list[fx.Node]:
+        """What a product of matrices adds (spell_out_sums.py left it as it is), and a factor."""
+        summand = summand_of(node)
+        factors = [n for n in node.all_input_nodes if n is not summand and n in self.live]
+        return [summand, *factors[:1]] if summand in self.live else []
+
+    # --- ways -----------------------------------------------------------------------------------
+
+    def labels(self, value: fx.Node, blocked: set[fx.Node]) -> dict[fx.Node, Label]:
+        """Every value that reaches `value`, with how; a branch reaches nothing behind its add."""
+        labels = {value: Label(CARRIES, False)}
+        heap = [-self.order[value]]
+        seen = {value}
+        while heap:
+            node = self.nodes[-heapq.heappop(heap)]
+            if node in blocked:
+                continue
+            at = labels[node]
+            cut = self.branches.get(node, ())
+            for source, step, by_parameters in self._sources[node]:
+                if source in cut:
+                    continue
+                label = Label(max(at.nearest, step), at.has_parameters or by_parameters)
+                known = labels.get(source)
+                if known is not None:
+                    label = Label(
+                        min(known.nearest, label.nearest),
+                        known.has_parameters or label.has_parameters,
+                    )
+                labels[source] = label
+                if source not in seen:
+                    seen.add(source)
+                    heapq.heappush(heap, -self.order[source])
+        return labels
+
+    def spine(self) -> set[fx.Node]:
+        """What reaches the forward's main results without passing through a branch."""
+        outputs = [n for n in self.nodes if n.op == "output"]
+        results = [n for out in outputs for n in out.all_input_nodes if n in self.live]
+        pending = self.main(results)
+        spine = set(pending)
+        while pending:
+            node = pending.pop()
+            cut = self.branches.get(node, ())
+            for source in node.all_input_nodes:
+                if source not in spine and source not in cut and source in self.live:
+                    spine.add(source)
+                    pending.append(source)
+        return spine
+
+    def main(self, results: list[fx.Node]) -> list[fx.Node]:
+        """The results that depend on most sites: keys and values kept for later depend on fewer."""
+        adds = {add for add, found in self.branches.items() if found}
+        reached = [adds & self._ancestors(result) for result in results]
+        return [
+            result
+            for result, found in zip(results, reached, strict=True)
+            if not any(found < other for other in reached)
+        ]
+
+    def _ancestors(self, node: fx.Node) -> set[fx.Node]:
+        seen, pending = {node}, [node]
+        for value in pending:
+            pending += (new := [n for n in value.all_input_nodes if n not in seen])
+            seen.update(new)
+        return seen
+
+    def between(self, root: fx.Node, branch: fx.Node) -> tuple[list[fx.Node], set[fx.Node]]:
+        """The nodes on the ways from root to branch, nearest the branch first; root's readers."""
+        reached = {root}
+        for node in self.nodes[self.order[root] + 1 : self.order[branch] + 1]:
+            cut = self.branches.get(node, ())
+            if any(n in reached and n not in cut for n in node.all_input_nodes):
+                reached.add(node)
+        found, pending = {branch}, [branch]
+        for node in pending:
+            cut = self.branches.get(node, ())
+            new = [n for n in node.all_input_nodes if n in reached and n not in cut]
+            new = [n for n in new if n not in found and n is not root]
+            found.update(new)
+            pending += new
+        return sorted(found, key=lambda n: -self.order[n]), reached
+
+
+# Ops that may add values up along a dimension, beside those that sums.py reads as sums.
+SUMS_OVER_DIM = frozenset(
+    "sum mean nansum nanmean cumsum cumsum_ logcumsumexp einsum matmul bmm tensordot conv1d conv2d "
+    "avg_pool1d avg_pool2d adaptive_avg_pool1d trace".split()
+)
+
+
+def _along_stack(node: fx.Node, source: fx.Node, stack: fx.Node) -> bool:
+    """Whether a node may add up what is stacked: its result has fewer values, or a running sum."""
+    if "cumsum" in fx_utils.op_name(node):
+        return True
+    result, given = fx_utils.tensor_meta(node), fx_utils.tensor_meta(source)
+    if result is None or given is None:
+        return False
+    members = fx_utils.operand(stack, 0, "tensors")
+    member = fx_utils.tensor_meta(members[0]) if members else None
+    # A sum over the stack has the size of one member; one over another dim, or a norm, has not.
+    return member is not None and _same_count(result, member)
+
+
+def _same_count(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return statically_known_true(a.numel() == b.numel())
+
+
+def _unsqueezed(node: fx.Node) -> fx.Node:
+    """The value that was given one more dim to be concatenated."""
+    if fx_utils.op_name(node) in ("unsqueeze", "view", "reshape", "getitem") and node.args:
+        source = node.all_input_nodes[0] if node.all_input_nodes else node
+        return source
+    return node
+
+
+def _copied(node: fx.Node) -> fx.Node | None:
+    """What is written over the whole of another value."""
+    value = fx_utils.operand(node, 1, "src") if fx_utils.op_name(node) == "copy_" else None
+    return value if isinstance(value, fx.Node) else None
+
+
+def _member(node: fx.Node) -> fx.Node | None:
+    """The one value of a stack that a node takes out again: stack((x, h))[0], unbind, select."""
+    name = fx_utils.op_name(node)
+    if name not in ("getitem", "select") or not node.args or not isinstance(node.args[0], fx.Node):
+        return None
+    source, index = node.args[0], node.args[-1]
+    if not isinstance(index, int):
+        return None
+    inner = fx_utils.op_name(source)
+    if inner in _CHUNKS:
+        cut = source.all_input_nodes[0]
+        count = len(source.meta.get("example_value", source.meta.get("val", ())) or ())
+        values = _stacked(cut)
+        whole = inner == "unbind" if fx_utils.op_name(cut) == "stack" else inner != "unbind"
+        return values[index] if values and len(values) == count and whole else None
+    values = _stacked(source) if fx_utils.op_name(source) == "stack" else None
+    dim = fx_utils.operand(source, 1, "dim", default=0)
+    at = node.args[1] if name == "select" else 0
+    return values[index] if values and dim == at and index < len(values) else None
+
+
+def _stacked(node: fx.Node) -> Sequence[fx.Node] | None:
+    if fx_utils.op_name(node) not in _STACKS:
+        return None
+    values = fx_utils.operand(node, 0, "tensors")
+    if isinstance(values, list | tuple) and all(isinstance(v, fx.Node) for v in values):
+        return values
+    return None
+
+
+def _stacked_form(node: fx.Node) -> fx.Node | None:
+    """One value given further dims, or repeated: the streams of a hyper-connection begin so."""
+    if fx_utils.op_name(node) in ("expand", "repeat", "broadcast_to", "expand_as", "tile"):
+        value = fx_utils.operand(node, 0, "input", "self")
+        return value if isinstance(value, fx.Node) else None
+    return None
+
+
+def _is_float(node: fx.Node) -> bool:
+    value = node.meta.get("example_value", node.meta.get("val"))
+    if isinstance(value, torch.Tensor):
+        return value.dtype.is_floating_point or value.dtype.is_complex
+    if isinstance(value, tuple | list):
+        return not isinstance(value, torch.Size)
+    return value is None
+
+
+def _is_activation(node: fx.Node) -> bool:
+    value = fx_utils.tensor_meta(node)
+    return value is not None and _is_float(node) and value.ndim >= 2 and not is_table(node)
+
+
+def ndim_of(node: fx.Node) -> int:
+    """The number of dims of a tensor, -1 for anything else."""
+    value = fx_utils.tensor_meta(node)
+    return -1 if value is None else value.ndim
+
+
+def shape_of(node: fx.Node) -> torch.Size:
+    """The shape of a tensor, () for anything else."""
+    value = fx_utils.tensor_meta(node)
+    return torch.Size(()) if value is None else value.shape
+
+
+def same_rows(node: fx.Node, shape: torch.Size) -> bool:
+    """Whether a value has a sum's shape, or is viewed so: as many rows, flattened or not."""
+    value = fx_utils.tensor_meta(node)
+    if value is None or value.ndim < 2 or not shape:
+        return False
+    is_view = same_sizes(value.shape[-1:], shape[-1:])
+    return is_view and statically_known_true(value.numel() == math.prod(shape))
+
+
+def has_shape(node: fx.Node, shape: torch.Size) -> bool:
+    """Whether a node is a tensor of a shape."""
+    value = fx_utils.tensor_meta(node)
+    return value is not None and same_sizes(value.shape, shape)
