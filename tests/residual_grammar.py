@@ -118,11 +118,9 @@ SUMS: dict[str, tuple[str, bool]] = {
         "s + drop(b @ self.square, self$) if marking() else self.baddbmm(s, b)",
         True,
     ),
-    # These three are refused today with a SiteError, though they should run: test_compile_sums.py
-    # holds that they do.
     "stack.sum": ("torch.stack([s, b]).sum(0)", True),
     "stack.mean": ("torch.stack([b, s], -1).mean(-1)", True),
-    "einsum": ("torch.einsum('k,kbtd->btd', self.pair, torch.stack([s, b]))", False),
+    "einsum": ("torch.einsum('k,kbtd->btd', self.pair, torch.stack([s, b]))", True),
     "_foreach_add": ("torch._foreach_add([s], [b])[0]", True),
     "stack.unbind": ("add_two(*torch.stack([s, b]).unbind())", False),
     "stack.cumsum": ("torch.stack([s, b]).cumsum(0)[-1]", False),

@@ -215,9 +215,50 @@ class SharingBlock(Block):
         return x + drop(self.mlp(self.norm2(x)), self), keys
 
 
-def test_keys_of_an_earlier_layer_are_the_models_own():
-    """The whole model shows whose keys they are; a block that is handed some cannot tell."""
-    hold(SharedKeys, xtrain.compile)
+@both
+def test_keys_of_an_earlier_layer_are_the_models_own(compile_it):
+    """A block that is handed some cannot tell; what made them in the same forward can."""
+    hold(SharedKeys, compile_it)
+
+
+class Attending(nn.Module):
+    """A decoder whose layers read an encoder's states, through keys that the first one made."""
+
+    def __init__(self, shared):
+        super().__init__()
+        self.encoder, self.shared = nn.Linear(D, D), shared
+        self.blocks = nn.ModuleList(AttendingBlock() for _ in range(3))
+
+    def forward(self, x, memory):
+        memory, keys = self.encoder(memory), None
+        for block in self.blocks:
+            x, made = block(x, memory, keys)
+            keys = made if self.shared else None
+        return x
+
+
+class AttendingBlock(Block):
+    def forward(self, x, memory, keys):
+        x = x + drop(self.attention(self.norm(x)), self, "attention")
+        if keys is None:
+            keys = tuple(map(self.heads, self.qkv(memory).chunk(3, -1)[1:]))
+        return x + drop(self.attention(self.norm2(x), keys), self, "cross_attention"), keys
+
+
+@both
+@pytest.mark.parametrize("shared", [False, True])
+def test_keys_of_an_encoder_are_none_of_the_streams_own(shared, compile_it):
+    hold(Attending, compile_it, shared, inputs=(x(), x(5)))
+
+
+def test_keys_keep_their_name_in_graphs_that_are_compiled_later():
+    """A longer sequence makes other graphs, in a forward that nothing records."""
+    compiled = xtrain.compile_blocks(
+        made(SharedKeys)(), dropout=P, seed=SEED, backend="eager", dynamic=False
+    )
+    for length in (6, 7):
+        compiled(x(length))
+        assert {s.site for s in compiled.last_executed_sites} == {"attention", "feed_forward"}
 
 
 class Routed(nn.Module):

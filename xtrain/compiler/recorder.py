@@ -28,6 +28,7 @@ from xtrain.compiler.seeds import SizeReader
 from xtrain.passes.find_sites import Found
 from xtrain.passes.program import Program, writes_in_place
 from xtrain.passes.sum_account import Settled, SumAccount, SumEntry
+from xtrain.passes.ways import Ways
 
 _OWN_FOLDERS = (str(Path(torch.__file__).parent), str(Path(xtrain.__file__).parent))
 
@@ -163,6 +164,13 @@ class Recorder(torch_compat.RecordingMode):
         self._number(node)
         self._is(tensor, node)
         return node
+
+    def made(self, values: Iterable[torch.Tensor], streams: Iterable[torch.Tensor]) -> bool:
+        """Whether some of these values come from what one of the streams has carried so far."""
+        ends, begins = [self._node(v) for v in values], [self._node(s) for s in streams]
+        ways = Ways(self.program)
+        carried = {node for begin in begins for node in ways.carried(begin)}
+        return any(not carried.isdisjoint(ways.ancestors(end)) for end in ends)
 
     # --- the account ----------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from xtrain.passes.insert_residual_dropout import SEEDS, SiteSlot
 from xtrain.passes.sample_places import sample_places
 from xtrain.passes.switch_dropout import OFF
 from xtrain.passes.values import is_parameter
-from xtrain.rng import site_seed
+from xtrain.rng import ATTENTION, site_seed
 
 # The name under which our entry functions hold the model: graphs traced from them say so.
 ENTRY_ROOT = "L['_xtrain_model']"
@@ -130,7 +130,8 @@ class Seeds:
             if not slot.covered_by:
                 continue
             block = static_block or self.session.block or self._block(slot, inputs)
-            site = self.session.site(block, call.claim(block, slot.kind), slot.covered_by)
+            kind = self._kind(slot, block, inputs)
+            site = self.session.site(block, call.claim(block, kind), slot.covered_by)
             home = self.session.home(block, site, self._parameters(slot, inputs))
             if self._switchable and not home.training:
                 call.switched_off.append(site)
@@ -150,6 +151,21 @@ class Seeds:
                     _wrap(offset),
                 )
         return flat
+
+    def _kind(self, slot: SiteSlot, block: str, inputs: Sequence[Any]) -> str:
+        """The kind of a site; keys that the stream made in another graph are its own.
+
+        Which they are the first recorded forward shows, and it stays so.
+        """
+        if not slot.keys:
+            return slot.kind
+        recorder, known = self.session.recorder, self.session.kinds
+        if recorder is not None and (block, slot.add) not in known:
+            keys, streams = (
+                [inputs[self._index[n]] for n in ns] for ns in (slot.keys, slot.streams)
+            )
+            known[block, slot.add] = ATTENTION if recorder.made(keys, streams) else slot.kind
+        return known.get((block, slot.add), slot.kind)
 
     def _parameters(self, slot: SiteSlot, inputs: Sequence[Any]) -> Iterator[Any]:
         """The parameters that a branch multiplies by."""

@@ -64,7 +64,8 @@ class SiteSlot:
     covered_by is "xtrain" (has a row), "model" (its own dropout stays) or "" with a reason; path
     and origin are the modules that add the branch and that compute it. add and own are the names
     of the add, as it was traced, and of the model's own dropout, behind those of the calls that
-    lead to them ("wrap_body_0/add").
+    lead to them ("wrap_body_0/add"). keys and streams are inputs of the graph, as ResidualSite has
+    them.
     """
 
     kind: str
@@ -76,6 +77,8 @@ class SiteSlot:
     reason: str = ""
     add: str = ""
     own: str = ""
+    keys: tuple[fx.Node, ...] = ()
+    streams: tuple[fx.Node, ...] = ()
 
 
 @dataclass
@@ -173,6 +176,8 @@ class _Inserter:
             covered_by=covered_by,
             add=self.spelt.get(site.add, site.add.name),
             own=site.own.name if site.own is not None else "",
+            keys=site.keys,
+            streams=site.streams,
         )
 
     def _insert(self, graph: fx.Graph, site: ResidualSite, row: int) -> SiteSlot:
@@ -250,6 +255,7 @@ class _Inserter:
         return [
             replace(
                 slot,
+                keys=(),
                 add=f"{call.name}/{slot.add}",
                 own=f"{call.name}/{slot.own}" if slot.own else "",
                 witnesses=tuple(

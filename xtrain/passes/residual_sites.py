@@ -42,6 +42,7 @@ from xtrain.passes.values import (
     carried_chain,
     filled_buffer,
     form_or_norm_of,
+    is_activation_input,
     is_active_dropout,
     is_models_dropout,
     is_parameter,
@@ -71,6 +72,8 @@ class ResidualSite:
     witnesses: parameters that the branch multiplies by, nearest the add first: who owns them is
                who owns the site, also in a graph that several layers share.
     origin:    source name of the module that computes the branch, "" where no parameter tells.
+    keys:      of a cross-attention, inputs of the graph that its keys come from, and streams, those
+               that its residual carries: what made them says whether the keys are the stream's own.
     """
 
     add: fx.Node
@@ -83,6 +86,8 @@ class ResidualSite:
     takers: tuple[fx.Node, ...]
     witnesses: tuple[fx.Node, ...]
     origin: str = ""
+    keys: tuple[fx.Node, ...] = ()
+    streams: tuple[fx.Node, ...] = ()
 
 
 def find_residual_sites(graph: fx.Graph, calls: Sequence[fx.Node] = ()) -> list[ResidualSite]:
@@ -363,8 +368,9 @@ class _Finder:
             members, reached = [*members, *outside], {**reached_outside, **reached}
         kind = branch_kind(members, reached)
         if kind == CROSS_ATTENTION:  # keys of an earlier value of the stream are the stream's own
-            earlier = self._reach_of(self._carried(root), self.order[add])
-            kind = branch_kind(members, {**reached, **earlier})
+            reached |= self._reach_of(self._carried(root), self.order[add])
+            kind = branch_kind(members, reached)
+        keys = self._keys(add, members, reached) if kind == CROSS_ATTENTION else ()
         return ResidualSite(
             add=add,
             branch=branch,
@@ -376,7 +382,17 @@ class _Finder:
             takers=(self.blends[add].inner, add) if add in self.blends else (add,),
             witnesses=tuple(parameters_read_by(members)),
             origin=computing_module(members),
+            keys=keys,
+            streams=tuple(n for n in self._carried(root) if is_activation_input(n)) if keys else (),
         )
+
+    def _keys(
+        self, add: fx.Node, members: list[fx.Node], own: dict[fx.Node, bool]
+    ) -> tuple[fx.Node, ...]:
+        """The inputs of the graph with which a cross-attention would be the stream's own."""
+        inputs = [n for n in self.graph.nodes if n not in own and is_activation_input(n)]
+        reached = {n: own | self._reach(n, self.order[add]) for n in inputs}
+        return tuple(n for n in inputs if branch_kind(members, reached[n]) == ATTENTION)
 
     def _between(
         self, root: fx.Node, branch: fx.Node, reached: dict[fx.Node, bool]

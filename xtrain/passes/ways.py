@@ -221,14 +221,19 @@ class Ways:
     def main(self, results: list[fx.Node]) -> list[fx.Node]:
         """The results that depend on most sites: keys and values kept for later depend on fewer."""
         adds = {add for add, found in self.branches.items() if found}
-        reached = [adds & self._ancestors(result) for result in results]
+        reached = [adds & self.ancestors(result) for result in results]
         return [
             result
             for result, found in zip(results, reached, strict=True)
             if not any(found < other for other in reached)
         ]
 
-    def _ancestors(self, node: fx.Node) -> set[fx.Node]:
+    def carried(self, value: fx.Node) -> set[fx.Node]:
+        """The values that a value is a form of, or that its stream began with."""
+        return {n for n, label in self.labels(value, set()).items() if label.nearest == CARRIES}
+
+    def ancestors(self, node: fx.Node) -> set[fx.Node]:
+        """A value and all that it comes from."""
         seen, pending = {node}, [node]
         for value in pending:
             pending += (new := [n for n in value.all_input_nodes if n not in seen])
