@@ -81,9 +81,7 @@ class Session:
         self.breaks_at_start = 0  # graph breaks that Dynamo had listed when the forward began
         self.is_replaced = False  # whether another compile_blocks has taken the blocks over
         self.sites: dict[tuple[str, str], Site] = {}
-        self.kinds: dict[
-            tuple[str, str], str
-        ] = {}  # (block, add) -> whose keys its attention reads
+        self.kinds: dict[tuple[str, str], str] = {}  # of attentions: (block, add) -> kind
         self.report = Report(verification=Verification() if options.verify else None)
         self.verify_raises = options.strict
         self.num_forwards = 0

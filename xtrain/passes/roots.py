@@ -25,6 +25,7 @@ from xtrain.passes.values import (
 _MAX_GATES = 4
 _MAX_STREAMS = 16
 _MOVED = frozenset({"permute", "transpose", "movedim", "swapaxes", "contiguous", "clone"})
+_FLATTENED = _MOVED | {"view", "reshape", "_unsafe_view", "flatten", "squeeze", "unsqueeze"}
 
 
 def gated_roots(node: fx.Node) -> list[fx.Node]:
@@ -78,9 +79,10 @@ def mixed_streams(node: fx.Node) -> fx.Node | None:
 
     H[n, B, T, D] -> sum_m a[m, n] H[m]: as many values as before, of streams that stand side by
     side (AltUp, hyper-connections). Heads, whose tokens attention mixes, are cut from one stream.
+    Outside of graphs an einsum is a product of views of three dims.
     """
     result = fx_utils.tensor_meta(node)
-    if fx_utils.op_name(node) not in _PRODUCTS or result is None or result.ndim < 4:
+    if fx_utils.op_name(node) not in _PRODUCTS or result is None or result.ndim < 3:
         return None
     for value in node.all_input_nodes:
         others = [n for n in node.all_input_nodes if n is not value]
@@ -107,10 +109,13 @@ def _is_small_square(node: fx.Node) -> bool:
 
 def _stands_side_by_side(node: fx.Node) -> bool:
     """Whether a value of four dims is no other view of one of fewer, nor a projection."""
+    given = fx_utils.tensor_meta(node)
+    views = _MOVED if given is not None and given.ndim >= 4 else _FLATTENED
     value = node
-    while fx_utils.op_name(value) in _MOVED:
+    while fx_utils.op_name(value) in views:
         value = value.all_input_nodes[0]
-    if fx_utils.holds_contraction(value):
+    shown = fx_utils.tensor_meta(value)
+    if fx_utils.holds_contraction(value) or shown is None or shown.ndim < 4:
         return False
     inner = form_or_norm_of(value)
     before, after = fx_utils.tensor_meta(inner), fx_utils.tensor_meta(value)
