@@ -476,17 +476,44 @@ def test_a_branch_that_the_next_block_adds(block):
 
 @pytest.mark.parametrize("block", [Handing, LinearHanding])
 def test_a_branch_that_the_next_block_adds_by_blocks(block):
-    """The model's own forward adds the last branch."""
+    """The first block returns its input as it is: its graph does not show that a stream goes on."""
     hold(Handed, xtrain.compile_blocks, block, must_run=False)
 
 
 @pytest.mark.parametrize("block", [HandingTwice, HandingWide])
-def test_two_adds_a_block_run_whole_and_are_refused_by_blocks(block):
-    """One block's graph does not show that what another hands it is a branch: never silent."""
-    hold(Handed, xtrain.compile, block)
-    error = hold(Handed, xtrain.compile_blocks, block, must_run=False)
-    assert "branch and a stream from different graphs" in str(error)
-    assert "use xtrain.compile" in str(error)
+def test_two_adds_a_block_run_by_blocks(block):
+    """The branch is dropped where the block returns it beside its stream."""
+    hold(Handed, xtrain.compile_blocks, block)
+
+
+class Telling(Block):
+    """A block that returns its last branch beside the stream that holds it already."""
+
+    def forward(self, x):
+        x = x + drop(self.attention(self.norm(x)), self, "attention")
+        return x, self.mlp(self.norm2(x))
+
+
+class Told(nn.Module):
+    """Hands the second result on as something else than a branch."""
+
+    def __init__(self, use):
+        super().__init__()
+        self.blocks, self.use = nn.ModuleList(Telling() for _ in range(2)), use
+
+    def forward(self, x):
+        told = []
+        for block in self.blocks:
+            x, more = block(x)
+            told.append(more)
+        return (x, *told) if self.use == "returned" else x * torch.sigmoid(told[-1])
+
+
+@pytest.mark.parametrize("use", ["returned", "gates"])
+def test_a_second_result_that_nobody_adds_is_never_dropped_in_silence(use):
+    hold(Told, xtrain.compile, use)
+    error = hold(Told, xtrain.compile_blocks, use, must_run=False)
+    assert error is None or "no code adds it to that stream" in str(error)
 
 
 def test_sites_are_named_after_the_branchs_block():

@@ -115,6 +115,8 @@ class Recorder(torch_compat.RecordingMode):
             if branches := flat.branches.get(node):
                 found_here = {values[b] for b in branches if isinstance(values.get(b), fx.Node)}
                 self.program.branches.setdefault(here, set()).update(found_here)
+            if node in flat.handed_on:
+                self.program.handed_on.add(here)
             if writes_in_place(node) and isinstance(tensors.get(node.args[0]), torch.Tensor):
                 self._wrote(tensors[node.args[0]], here)
             return here

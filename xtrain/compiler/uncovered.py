@@ -15,7 +15,7 @@ from xtrain.compiler.seeds import readable_path
 from xtrain.compiler.session import Session
 from xtrain.compiler.settled import line_of, plain_path
 from xtrain.passes.insert_residual_dropout import InsertResult
-from xtrain.passes.sum_account import OPAQUE, SumEntry
+from xtrain.passes.sum_account import HANDED_ON, OPAQUE, SumEntry
 
 _LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n\s*(?P<code>[^\n]*)')
 _PER_BLOCK = (
@@ -56,6 +56,12 @@ def unexplained(entry: SumEntry) -> str:
             f"the op at {place_of(add)} takes and returns a stream, and {entry.seen}: it may hold "
             f"a residual sum. Write the sum outside of it, or say that it holds none: "
             f"sums={{{place!r}: 'leave'}}"
+        )
+    if entry.rule == HANDED_ON:
+        return (
+            f"the value at {place_of(add)} was dropped as a branch that its block returns beside "
+            "the stream, and no code adds it to that stream: use xtrain.compile, whose graph shows "
+            "what it is"
         )
     return (
         f"the add at {place_of(add)} may be a residual site: {entry.seen}. "

@@ -21,6 +21,7 @@ from xtrain.passes.sum_account import General, Settled, SumAccount
 from xtrain.passes.sum_readers import is_no_stream
 from xtrain.passes.sums import is_sum, sum_operands
 from xtrain.passes.values import is_activation_input, parameters_read_by, peel
+from xtrain.passes.ways import same_rows, shape_of
 
 
 @dataclass
@@ -66,6 +67,8 @@ def find_sites(
                 found.setdefault(described.add.graph, []).append(described)
             else:
                 program.branches.pop(site.add, None)
+    if general == "stream":
+        found.setdefault(module.graph, []).extend(_handed_on(account, module.graph))
     result.account = account
     return result
 
@@ -99,20 +102,54 @@ def _described(account: SumAccount, site: General) -> Iterator[ResidualSite]:
             members, reached = account.ways.between(site.root, branch)
         else:
             members, reached = [branch], {branch}
-        residual = residual if residual is not None else there[branch]
-        own = own_dropout(there[branch], residual) if residual is not there[branch] else None
-        yield ResidualSite(
-            add=add,
-            branch=there[branch],
-            residual=residual,
-            kind=branch_kind(members, reached),
-            own=own,
-            shared=(),
-            path=fx_utils.module_path(add),
-            takers=(add,),
-            witnesses=tuple(origin.get(n, n) for n in parameters_read_by(members)),
-            origin=computing_module(members),
-        )
+        yield _site(account, add, there[branch], residual, members, reached)
+
+
+def _site(
+    account: SumAccount,
+    add: fx.Node,
+    branch: fx.Node,
+    residual: fx.Node | None,
+    members: list[fx.Node],
+    reached: set[fx.Node],
+) -> ResidualSite:
+    """A site that the account tells of: members, what depends on its root, are flat nodes."""
+    origin = account.program.origin
+    return ResidualSite(
+        add=add,
+        branch=branch,
+        residual=residual if residual is not None else branch,
+        kind=branch_kind(members, reached),
+        own=own_dropout(branch, residual) if residual is not None else None,
+        shared=(),
+        path=fx_utils.module_path(add),
+        takers=(add,),
+        witnesses=tuple(origin.get(n, n) for n in parameters_read_by(members)),
+        origin=computing_module(members),
+    )
+
+
+def _handed_on(account: SumAccount, graph: fx.Graph) -> Iterator[ResidualSite]:
+    """The branches that a block returns beside the sum that they read, for the next one to add.
+
+    (hidden, residual), as flash-attn's blocks have it. Whether someone adds them shows when the
+    whole forward has run (SumAccount.run), and a branch that nobody adds is an error then.
+    """
+    ways = account.ways
+    output, flat = next(iter(graph.find_nodes(op="output"))), ways.nodes[-1]
+    returned = list(operands(output, flat))
+    for branch, here in returned:
+        labels = ways.labels(here, set())
+        for residual, stream in returned:
+            label = labels.get(peel(stream))
+            if label is None or not label.is_computed or not ways.addends(peel(stream)):
+                continue
+            if not same_rows(here, shape_of(stream)) or set(here.users) != {flat}:
+                continue
+            account.program.handed_on.add(here)
+            members, reached = ways.between(peel(stream), here)
+            yield _site(account, output, branch, residual, members, reached)
+            break
 
 
 def find_cut_adds(graph: fx.Graph) -> list[fx.Node]:

@@ -25,6 +25,7 @@ class Program:
     graph:    only read, never run; bodies of transparent calls are inlined.
     origin:   node of the flat graph -> the node of the graph, or body, that it stands for.
     branches: add -> its operands that a dropout covers; residuals: its operand that none covers.
+    handed_on: results that a dropout covers where they are returned, for others to add.
     """
 
     def __init__(self) -> None:
@@ -32,6 +33,7 @@ class Program:
         self.origin: dict[fx.Node, fx.Node] = {}
         self.branches: dict[fx.Node, set[fx.Node]] = {}
         self.residuals: dict[fx.Node, fx.Node] = {}
+        self.handed_on: set[fx.Node] = set()
         self._items: dict[tuple[fx.Node, int], fx.Node] = {}
 
     @classmethod

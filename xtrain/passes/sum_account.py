@@ -38,9 +38,8 @@ from xtrain.passes.sum_readers import (
     is_read_by_attention_alone,
     is_read_by_softmax_alone,
 )
-from xtrain.passes.values import SUB, peel
+from xtrain.passes.values import SUB, peel, peeled_chain
 from xtrain.passes.ways import (
-    ALONE,
     CARRIES,
     COMPUTED,
     SUMS_OVER_DIM,
@@ -64,6 +63,8 @@ SCORES = "attention scores: only softmax reads it"
 MIXED_VALUES = "queries, keys or values: only attention reads it"
 ERROR_OF_A_LOSS = "the error of a loss: only its size is read"
 SETTLED = "left alone by the user"
+# Why one is unexplained that is no sum, beside OPAQUE.
+HANDED_ON = "a branch that a block returns and nobody adds"
 
 _MAX_COMMON_VALUES = 64
 
@@ -109,7 +110,8 @@ class SumAccount:
 
     def run(self) -> list[SumEntry]:
         """Return an entry for each sum that could carry a stream, in running order."""
-        entries = [SumEntry(add, "site") for add, found in self.branches.items() if found]
+        entries = list(self._handed_on())
+        entries += [SumEntry(add, "site") for add, found in self.branches.items() if found]
         candidates = [
             n
             for n in self.ways.nodes
@@ -129,6 +131,30 @@ class SumAccount:
         self.entries = [self._within_later_branches(e) for e in entries]
         self.entries.sort(key=lambda e: self.ways.order[e.add])
         return self.entries
+
+    def _handed_on(self) -> Iterator[SumEntry]:
+        """Note which sums take the branches that blocks returned; yield those that none takes."""
+        for value in sorted(self.program.handed_on, key=self.ways.order.__getitem__):
+            readers, takers = [value], []
+            for reader in readers:
+                for user in reader.users:
+                    if self._adds_to_a_skip(user, reader):
+                        takers.append((user, reader))
+                    else:
+                        readers.append(user)
+            if takers and all(value in peeled_chain(reader) for reader in readers):
+                for add, branch in takers:
+                    self.branches.setdefault(add, set()).add(branch)
+            else:
+                yield SumEntry(value, "unexplained", HANDED_ON)
+
+    def _adds_to_a_skip(self, add: fx.Node, branch: fx.Node) -> bool:
+        """Whether a sum adds a branch to what the branch reads, or a form of that."""
+        shared = self._common(add) if branch in self.ways.addends(add) else None
+        if shared is None:
+            return False
+        pairs = zip(*shared[1:], strict=True)
+        return any(label is not None and label.is_skip for addend, label in pairs)
 
     def _within_later_branches(self, entry: SumEntry) -> SumEntry:
         """Take back what was said of a sum inside the branch of a site that was found later."""
@@ -155,9 +181,7 @@ class SumAccount:
         if shared is not None:
             root, addends, found = shared
             skips = [
-                a
-                for a, label in zip(addends, found, strict=True)
-                if label is None or _is_skip(label)
+                a for a, label in zip(addends, found, strict=True) if label is None or label.is_skip
             ]
             branches = [a for a in addends if a not in skips] if skips else addends[-1:]
             skip = next(iter(skips), None)
@@ -237,7 +261,7 @@ class SumAccount:
             return SumEntry(add, "left", ERROR_OF_A_LOSS)
         if is_read_by_attention_alone(add) and is_read_by_attention_alone(root):
             return SumEntry(add, "left", MIXED_VALUES)
-        skips = [a for a, label in pairs if label is not None and _is_skip(label)]
+        skips = [a for a, label in pairs if label is not None and label.is_skip]
         branches = [a for a, label in pairs if label is not None and a not in skips]
         streams = [a for a in branches if self._is_stream(a, root)]
         if streams and len(streams) == len(branches):
@@ -332,7 +356,7 @@ class SumAccount:
         if shared is None:
             return False
         labels = [label for label in shared[2] if label is not None]
-        return any(map(_is_skip, labels)) and not all(map(_is_skip, labels))
+        return any(label.is_skip for label in labels) and not all(label.is_skip for label in labels)
 
     def _carries_one(self, add: fx.Node, unseen: list[fx.Node]) -> Iterator[bool]:
         """Whether such a sum, of the site's own stream and behind it, goes on into a branch."""
@@ -356,11 +380,6 @@ class SumAccount:
         results = [n for out in self.ways.nodes if out.op == "output" for n in out.all_input_nodes]
         found = [self.ways.labels(n, set()).get(add) for n in self.ways.main(results)]
         return any(label is not None and label.nearest != COMPUTED for label in found)
-
-
-def _is_skip(label: Label) -> bool:
-    """Whether an addend is the value itself, or a form of it alone."""
-    return label.nearest == CARRIES or (label.nearest == ALONE and not label.has_parameters)
 
 
 _ORDINALS = ("first", "second", "third", "fourth")

@@ -43,6 +43,16 @@ class Label(NamedTuple):
     nearest: int
     has_parameters: bool
 
+    @property
+    def is_skip(self) -> bool:
+        """Whether the addend is the value itself, or a form of it alone."""
+        return self.nearest == CARRIES or (self.nearest == ALONE and not self.has_parameters)
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether every way goes through parameters or an opaque op."""
+        return self.nearest == COMPUTED
+
 
 class Ways:
     """The values of a program and the ways between them.
