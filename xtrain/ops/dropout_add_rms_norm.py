@@ -37,7 +37,7 @@ from xtrain.ops.dropout import (
     scale_of,
     threshold_of,
 )
-from xtrain.ops.layout import contiguous
+from xtrain.ops.layout import contiguous, in_rows
 from xtrain.ops.rms_norm import check_inputs as check_norm_inputs
 from xtrain.ops.rms_norm import (
     gradients,
@@ -241,10 +241,10 @@ def _cuda(
     if x.numel() == 0 or out_dtype not in KERNEL_DTYPES or refused is not None:
         dense = contiguous(x), contiguous(residual), weight
         return dropout_add_rms_norm_decomposition(*dense, p, seed, offset, eps, cast, y_dtype)
-    dense = x.contiguous(), residual.contiguous(), weight.contiguous()
+    rows = in_rows(x, residual)
     random = threshold_of(p), scale_of(p), seed, offset
     launch = import_module("xtrain.ops.triton.dropout_add_rms_norm").dropout_add_rms_norm_fwd
-    return launch(*dense, *random, eps, cast == "llama", rounds_to, out_dtype)
+    return launch(*rows, weight.contiguous(), *random, eps, cast == "llama", rounds_to, out_dtype)
 
 
 def _backward_fake(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from xtrain.ops import attention_kernels, registry, sdpa_cuda
-from xtrain.ops.layout import contiguous, dense, heads_order
+from xtrain.ops.layout import contiguous, dense, memory_order
 from xtrain.ops.sdpa_decomposition import (
     compute_dtype,
     empty_in_layout,
@@ -78,7 +78,7 @@ def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Ten
 
 def _forward_eager(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     out, lse = sdpa_decomposition(q, k, v, *rest)
-    return dense(out, heads_order(q)), contiguous(lse)
+    return dense(out, memory_order(q)), contiguous(lse)
 
 
 def _grad_mask_like(mask: Tensor | None, q: Tensor, need_mask_grad: bool) -> Tensor:
@@ -100,7 +100,7 @@ def _backward_eager(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *grads, grad_mask = sdpa_backward_decomposition(grad_out, q, k, v, mask, *rest)
     grad_q, grad_k, grad_v = (
-        dense(grad, heads_order(x)) for grad, x in zip(grads, (q, k, v), strict=True)
+        dense(grad, memory_order(x)) for grad, x in zip(grads, (q, k, v), strict=True)
     )
     return grad_q, grad_k, grad_v, contiguous(grad_mask)
 

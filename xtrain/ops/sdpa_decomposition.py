@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from xtrain.ops import attention_kernels
-from xtrain.ops.layout import empty_in, heads_order
+from xtrain.ops.layout import empty_in, memory_order
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ def empty_in_layout(x: Tensor, last: int) -> Tensor:
     empty_like would not do: on empty and overlapping tensors its strides differ between real and
     fake ones.
     """
-    return empty_in(heads_order(x), (*x.shape[:3], last), x)
+    return empty_in(memory_order(x), (*x.shape[:3], last), x)
 
 
 def lse_like(q: Tensor) -> Tensor:
