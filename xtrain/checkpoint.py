@@ -30,7 +30,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from xtrain.strict_read import check_fields, is_count, json_file, why
+from xtrain.files import check_fields, flush, is_count, json_file, why
 
 FORMAT = 1  # of the folder; raised when an older reader could not read a newer folder
 _FOLDER_NAME = re.compile(r"step_(\d{8,})")
@@ -79,7 +79,7 @@ def write(
         if final.exists():  # a broken one that a resume passed over
             os.rename(final, folder / f"{_OLD}{final.name}-{os.getpid()}")
         os.rename(temp, final)
-        _flush(folder)
+        flush(folder)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temp, ignore_errors=True)
         reason = getattr(error, "strerror", None) or error
@@ -205,7 +205,7 @@ def _write_files(
         },
     }
     for path in (*files.values(), _write_json(folder / "manifest.json", manifest), folder):
-        _flush(path)
+        flush(path)
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> Path:
@@ -217,15 +217,6 @@ def _own_storage(tensor: Tensor) -> Tensor:
     tensor = tensor.detach().contiguous()
     whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
     return tensor if whole else tensor.clone()
-
-
-def _flush(path: Path) -> None:
-    """Wait until the contents of a file, or the names in a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _sha256(path: Path) -> str:

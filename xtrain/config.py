@@ -19,8 +19,8 @@ from typing import Any
 import tomli_w
 
 from xtrain.config_fields import ConfigError, Section, closest, kinds_of, option, type_hints
+from xtrain.files import shown, toml_file, toml_value, why
 from xtrain.rng import SEED_RANGE
-from xtrain.strict_read import shown, toml_file, toml_value, why
 
 PRESETS = ("tiny", "small", "124m", "350m", "1b", "8b")  # those of xtrain.model
 

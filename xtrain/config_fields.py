@@ -13,7 +13,7 @@ from functools import cache
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from xtrain.strict_read import shown
+from xtrain.files import shown
 
 
 class ConfigError(ValueError):

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from xtrain.config import ConfigError, RunConfig
+from xtrain.files import shown
 from xtrain.rng import SEED_RANGE
-from xtrain.strict_read import shown
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

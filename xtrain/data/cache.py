@@ -1,37 +1,31 @@
-"""Files that are complete or absent: the memory-mapped token cache and trained tokenizers.
+"""The memory-mapped token cache: files that are complete or absent, each written by one process.
 
-A writer fills a temporary file under an exclusive lock, writes the header last, syncs and renames.
-So a kill at any moment leaves at most a temporary file, which no reader takes for data and which
-the next writer removes, its lock being free. Two processes that need the same file meet at its
-lock: one writes, the other then reads. Where a file system has no locks, both write their own
-temporary file and the later rename wins, with the same content.
+Two processes that need the same file meet at its lock: one writes, the other then reads. Where a
+file system has no locks, both write their own temporary file and the later rename wins, with the
+same content.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
-import secrets
-import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
 from xtrain.data.errors import DataError
-from xtrain.strict_read import json_value
+from xtrain.files import json_value, open_locked, remove_stale, whole_file
 
 FORMAT_VERSION = 1  # part of every key: raise it when the same content must give other ids
 _MAGIC = "xtrain-tokens"
 _HEADER_BYTES = 4096
 _BLOCK_BYTES = 1 << 22
-_STALE_SECONDS = 24 * 3600  # where locks say nothing
 
 Ids = npt.NDArray[np.unsignedinteger]
 _log = logging.getLogger("xtrain.data")
@@ -64,7 +58,7 @@ def cached_tokens(
         # by whoever held the lock before us; a damaged one has been reported
         tokens = open_tokens(path, key, dtype, warn=False)
         if tokens is None:
-            with atomic_file(path) as file:
+            with whole_file(path) as file:
                 _write_tokens(file, key, dtype, build())
             tokens = open_tokens(path, key, dtype)
     if tokens is None:
@@ -158,7 +152,7 @@ def writing(path: Path, say: Callable[[str], None]) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_stale(path.parent)
         lock_path = path.with_name(path.name + ".lock")
-        lock = _open_locked(lock_path, "ab", lambda: say(f"waiting for another process: {path}"))
+        lock = open_locked(lock_path, "ab", lambda: say(f"waiting for another process: {path}"))
         with lock:
             try:
                 yield
@@ -169,80 +163,3 @@ def writing(path: Path, say: Callable[[str], None]) -> Iterator[None]:
             f"cannot write the cache {path}: {error.strerror or error};"
             " name a writable folder with space as cache_dir (or set XDG_CACHE_HOME)"
         ) from error
-
-
-@contextmanager
-def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """Give a temporary file that becomes path when the block ends well, and vanishes otherwise."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
-    with _open_locked(temporary, "wb") as file:
-        try:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-    _sync_folder(path.parent)
-
-
-def remove_stale(folder: Path) -> None:
-    """Remove temporary files whose writer is gone: nobody holds their lock."""
-    for path in folder.glob("*.tmp"):
-        try:
-            with open(path, "rb") as file:
-                if _try_lock(file) or time.time() - path.stat().st_mtime > _STALE_SECONDS:
-                    path.unlink(missing_ok=True)
-        except OSError:
-            continue  # somebody else's, or gone by now
-
-
-def _open_locked(path: Path, mode: str, on_wait: Callable[[], None] | None = None) -> BinaryIO:
-    """Open path and lock it; again when it was removed between the two."""
-    while True:
-        file: BinaryIO = open(path, mode)  # type: ignore[assignment]  # closed by the caller
-        try:
-            if not _try_lock(file):
-                if on_wait is not None:
-                    on_wait()
-                _wait_for_lock(file)
-            if is_at(file, path):
-                return file
-        except BaseException:
-            file.close()
-            raise
-        file.close()
-
-
-def is_at(file: IO[Any], path: Path) -> bool:
-    """Return whether an open file is still the one at path, not removed or replaced since."""
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
-    except FileNotFoundError:
-        return False
-
-
-def _try_lock(file: BinaryIO) -> bool:
-    """Lock a file without waiting; False when it is taken or the file system has no locks."""
-    try:
-        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
-
-
-def _wait_for_lock(file: BinaryIO) -> None:
-    try:
-        fcntl.flock(file.fileno(), fcntl.LOCK_EX)
-    except OSError:
-        return  # no locks here: unique temporary names and the rename keep writers apart
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename in folder survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

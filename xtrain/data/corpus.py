@@ -5,18 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
 import numpy as np
 import numpy.typing as npt
+from tqdm import tqdm
 
 from xtrain.data import cache, encode, readers, shards
 from xtrain.data.errors import DataError
-from xtrain.data.progress import Progress
 from xtrain.data.sources import Listing, Source, list_sources
 from xtrain.data.tokenizer import (
     END_OF_TEXT,
@@ -28,6 +30,7 @@ from xtrain.data.tokenizer import (
     parse_bpe,
     train_bpe,
 )
+from xtrain.files import whole_file
 
 Ids = npt.NDArray[np.unsignedinteger]
 
@@ -241,7 +244,7 @@ class _Opener:
                 tokenizer = _stored_tokenizer(path, spec)
                 if tokenizer is None:
                     tokenizer = self.train(spec, content)
-                    with cache.atomic_file(path) as file:
+                    with whole_file(path) as file:
                         file.write(tokenizer.json_text.encode())
         return tokenizer
 
@@ -299,3 +302,31 @@ def _stored_tokenizer(path: Path, spec: str) -> JsonTokenizer | None:
 def _hash(*parts: object) -> str:
     """Return the SHA-256 of a list of plain values, unambiguous about where one ends."""
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+class Progress:
+    """Where slow work reports: a bar on a terminal, single lines elsewhere, or nowhere."""
+
+    def __init__(self, enabled: bool) -> None:
+        self.enabled = enabled
+
+    def say(self, line: str) -> None:
+        """Print one line."""
+        if self.enabled:
+            print(line, file=sys.stderr, flush=True)
+
+    @contextmanager
+    def bar(self, label: str, num_bytes: int | None) -> Iterator[Callable[[int], None]]:
+        """Show bytes done out of num_bytes while the block runs; gives the function to report to.
+
+        tqdm's disable=None: no bar where standard error is not a terminal.
+        """
+        with tqdm(
+            total=num_bytes,
+            desc=label,
+            unit="B",
+            unit_scale=True,
+            disable=None if self.enabled else True,
+            leave=False,
+        ) as bar:
+            yield bar.update

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from xtrain.data.errors import DataError, os_errors_as_data_errors, tokenizer_errors
-from xtrain.strict_read import file_bytes, is_object, json_file, json_value, shown
+from xtrain.files import file_bytes, is_object, json_file, json_value, shown
 
 END_OF_TEXT = "<|endoftext|>"
 MIN_BPE_SIZE = 257  # every byte, and END_OF_TEXT

@@ -17,7 +17,7 @@ from torch import nn
 
 from xtrain.drift.errors import DriftError
 from xtrain.drift.weights import checkpoint_hash, hash_weights, header_sizes
-from xtrain.strict_read import file_bytes, json_value, why
+from xtrain.files import file_bytes, json_value, why
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from xtrain import strict_read
+from xtrain import files
 from xtrain.drift import flag_values
 from xtrain.drift.errors import DriftError
 from xtrain.drift.values import DTYPES, NUM_SAMPLES
-from xtrain.strict_read import Check, is_count, is_text, shown
-from xtrain.strict_read import is_object as _is_dict
+from xtrain.files import Check, is_count, is_text, shown
+from xtrain.files import is_object as _is_dict
 
 FORMAT = "xtrain.drift"
 VERSION = 2  # raised when an older reader could not read a newer record
@@ -154,7 +154,7 @@ STEP: dict[str, Check] = {
 def read_json(path: Path) -> Any:
     """Return what a file holds. Raises: DriftError, naming the file, for one that is no JSON."""
     try:
-        return strict_read.json_file(path)
+        return files.json_file(path)
     except OSError as error:
         raise DriftError(f"cannot read {path}: {error.strerror}") from None
     except ValueError as error:
@@ -230,7 +230,7 @@ def _check_positions(step: Mapping[str, Any], top_k: int, path: Path, where: str
 def check_fields(value: Any, fields: Mapping[str, Check], path: Path, prefix: str = "") -> None:
     """Raise DriftError, naming the field, unless value is an object whose fields pass."""
     try:
-        strict_read.check_fields(value, fields, prefix)
+        files.check_fields(value, fields, prefix)
     except ValueError as error:
         raise damaged(path, str(error)) from None
 

@@ -20,7 +20,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from xtrain import strict_read
+from xtrain import files
 from xtrain.drift.errors import DriftError
 from xtrain.drift.values import DTYPES
 
@@ -112,7 +112,7 @@ class TensorFile(Mapping[str, NDArray]):
             length = int.from_bytes(file.read(8), "little")
             if length > min(size - 8, MAX_HEADER):
                 raise ValueError("its header ends beyond it")
-            header = strict_read.json_value(file.read(length))
+            header = files.json_value(file.read(length))
         header.pop("__metadata__", None)
         entries = {name: _entry(name, entry) for name, entry in header.items()}
         end = 0

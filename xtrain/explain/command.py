@@ -15,7 +15,7 @@ from typing import Any
 from xtrain.command_line import FAILURE, Parser, exit_codes, limit_spinning, show
 from xtrain.config import PRESETS
 from xtrain.explain.errors import ExplainError, kind_of
-from xtrain.strict_read import toml_value
+from xtrain.files import toml_value
 
 EXAMPLES = """\
 examples:

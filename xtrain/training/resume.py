@@ -14,8 +14,8 @@ from xtrain.config import ConfigError, RunConfig
 from xtrain.data import Corpus
 from xtrain.data.sources import HF_PREFIX
 from xtrain.data.tokenizer import names_file
+from xtrain.files import Check, check_fields, is_count, is_object, is_text
 from xtrain.optim import Schedule
-from xtrain.strict_read import Check, check_fields, is_count, is_object, is_text
 from xtrain.training.run_folder import RunFolder
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,6 @@ what a start has left that was killed: its name is free, and --resume starts the
 from __future__ import annotations
 
 import difflib
-import fcntl
 import itertools
 import json
 import math
@@ -20,15 +19,19 @@ from typing import Any, TextIO
 
 from xtrain import checkpoint
 from xtrain.config import ConfigError, RunConfig
-from xtrain.data.cache import is_at
-from xtrain.strict_read import (
+from xtrain.files import (
     Check,
     check_fields,
     file_bytes,
+    is_at,
     is_count,
     is_object,
+    is_temporary,
     json_value,
+    remove_stale,
+    replace_text,
     shown,
+    try_lock,
     why,
 )
 
@@ -65,7 +68,7 @@ class RunFolder:
     @property
     def is_unused(self) -> bool:
         """Whether the folder is empty, or holds a start after which nothing was trained."""
-        names = {name for name in os.listdir(self.path) if not _is_temporary(name)}
+        names = {name for name in os.listdir(self.path) if not is_temporary(name)}
         return names <= _OF_A_START and not (self.metrics.is_file() and self.metrics.stat().st_size)
 
     def remove_if_unused(self) -> bool:
@@ -89,6 +92,7 @@ class RunFolder:
         """
         if not self._try_lock():
             raise ConfigError(self._in_use())
+        remove_stale(self.path)
 
     def release(self) -> None:
         """Give the lock back, if it is held."""
@@ -103,14 +107,8 @@ class RunFolder:
             raise ConfigError(
                 f"cannot write to the run's folder {self.path}: {why(error)}"
             ) from None
-        try:
-            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.close()
-            return False
-        except OSError:
-            pass  # a file system without locks
-        if not is_at(file, self.lock_file):  # a start that failed has just removed it
+        # or a start that failed has just removed it
+        if try_lock(file) is False or not is_at(file, self.lock_file):
             file.close()
             return False
         file.truncate(0)
@@ -135,7 +133,7 @@ class RunFolder:
         """Write the resolved configuration, with the versions that ran it as a last section."""
         lines = [f"{name} = {json.dumps(version)}" for name, version in versions.items()]
         text = "\n".join([config.to_toml(), "[versions]", *lines, ""])
-        _replace_text(self.config, text)
+        replace_text(self.config, text)
 
     def read_metrics(self) -> Iterator[dict[str, Any]]:
         """Yield the records of metrics.jsonl; a last line that a kill cut short is left out.
@@ -162,7 +160,7 @@ class RunFolder:
     def open_metrics(self, first_step: int) -> TextIO:
         """Open metrics.jsonl for the records of first_step and later, dropping any it has."""
         kept = [record for record in self.read_metrics() if record["step"] < first_step]
-        _replace_text(self.metrics, "".join(metrics_line(record) for record in kept))
+        replace_text(self.metrics, "".join(metrics_line(record) for record in kept))
         # line-buffered: a reader sees every finished step, a kill loses none
         return self.metrics.open("a", buffering=1, encoding="utf-8")
 
@@ -275,18 +273,3 @@ def _last_change(run: RunFolder) -> tuple[bool, float]:
     found = checkpoint.steps(run.checkpoints)
     times = [run.config.stat().st_mtime, *(path.stat().st_mtime for _, path in found)]
     return bool(found), max(times)
-
-
-def _is_temporary(name: str) -> bool:
-    """Whether _replace_text, killed, has left a file of this name."""
-    return name.startswith((".config.toml.", ".metrics.jsonl."))
-
-
-def _replace_text(path: Path, text: str) -> None:
-    temp = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temp.write_text(text, encoding="utf-8")
-        os.replace(temp, path)
-    except OSError:
-        temp.unlink(missing_ok=True)
-        raise

@@ -13,9 +13,9 @@ from pathlib import Path
 from xtrain.command_line import DISK_ERRORS
 from xtrain.config import ConfigError, RunConfig
 from xtrain.data import Tokenizer
+from xtrain.files import shown
 from xtrain.generate import generate
 from xtrain.metrics import format_mfu
-from xtrain.strict_read import shown
 from xtrain.training import build, run_folder
 from xtrain.training.console import Interrupted, StopSignals
 from xtrain.training.plot import plot_losses

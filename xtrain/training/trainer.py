@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 from torch import Tensor
@@ -19,8 +20,7 @@ from xtrain.state_names import load_model_tensors, model_tensors, parameter_name
 from xtrain.training import build
 from xtrain.training.console import Interrupted, Progress, StopSignals
 from xtrain.training.loader import IGNORE_INDEX, Loader, StepBatch, cut_batch, to_device
-from xtrain.training.recorder import Recorder
-from xtrain.training.run_folder import RunFolder
+from xtrain.training.run_folder import RunFolder, metrics_line
 from xtrain.training.update import StepResult, TrainingError, Updater
 
 if TYPE_CHECKING:
@@ -258,3 +258,60 @@ class Trainer:
 
 def _due(done: int, interval: int | None, last: bool = False) -> bool:
     return interval is not None and interval > 0 and (last or done % interval == 0)
+
+
+class Recorder:
+    """Times steps, counts tokens, writes records; holds no tensor.
+
+    A step's time runs from the moment the one before was seen to end until it is seen to end
+    itself. On a GPU the next step is queued in between, so that this is the device's own pace.
+    """
+
+    def __init__(
+        self,
+        file: TextIO,
+        progress: Progress,
+        meter: metrics.SpeedMeter,
+        device: torch.device,
+        *,
+        num_tokens: int = 0,
+    ):
+        self.file = file
+        self.progress = progress
+        self.meter = meter
+        self.device = device
+        self.num_tokens = num_tokens  # targets that counted, since the run's first step
+        self.num_records = 0
+        self.clock = time.perf_counter()
+
+    def restart_clock(self) -> None:
+        """Leave what was done since the last step (validation, a save) out of the next one."""
+        self.clock = time.perf_counter()
+
+    def finish(self, batch: StepBatch, result: StepResult | None, lr: float) -> dict[str, Any]:
+        """Wait for a step and return its record.
+
+        Raises: TrainingError if its loss or gradient norm is not finite.
+        """
+        loss, grad_norm = (None, None) if result is None else result.values()
+        now = time.perf_counter()
+        speed = self.meter.record(now - self.clock, batch.num_targets)
+        self.clock = now
+        self.num_tokens += batch.num_targets
+        record = {
+            "step": batch.step,
+            "loss": loss,
+            "learning_rate": lr,
+            "grad_norm": grad_norm,
+            **speed.to_dict(),
+            "peak_memory_gib": metrics.peak_memory_gib(self.device),
+            "tokens": self.num_tokens,
+            "compile": self.num_records == 0,  # this process's first step: compiles, fills caches
+        }
+        self.num_records += 1
+        return record
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append a record to the file and show it."""
+        self.file.write(metrics_line(record))
+        self.progress.update(record)

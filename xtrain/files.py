@@ -1,25 +1,37 @@
-"""Files that somebody else may have written, read strictly: JSON and TOML. No torch.
+"""Files read strictly and written whole. No torch.
 
-What cannot be opened is an OSError and what does not hold what it should a ValueError, never a
-hang, a RecursionError or a value that fails later. Both say what is wrong (`why`); the caller says
-which file it is and what to do.
+Read:    JSON and TOML that somebody else may have written. What cannot be opened is an OSError and
+         what does not hold what it should a ValueError, never a hang, a RecursionError or a value
+         that fails later. Both say what is wrong (`why`); the caller says which file it is and
+         what to do.
+Written: beside the name, flushed to the disk, then renamed, under a lock that ends with the
+         process. So a kill at any moment leaves the old file or the new one, and at most a
+         temporary file, which no reader takes for data and `remove_stale` takes away.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import math
 import os
+import secrets
 import stat
+import time
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, BinaryIO
 
 MAX_DEPTH = 64  # of lists and objects in each other; nothing of ours needs ten
 
+_STALE_SECONDS = 24 * 3600  # where locks say nothing
+
 Check = Callable[[Any], bool]
+
+# --- read ----------------------------------------------------------------------------------------
 
 
 def file_bytes(path: str | Path, *, pipe: bool = False) -> bytes:
@@ -153,3 +165,101 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"the key {twice[:40]!r} is there twice")
     return found
+
+
+# --- written -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """Give a temporary file that becomes path when the block ends well, and vanishes otherwise.
+
+    Raises: OSError; path is as it was then.
+    """
+    temporary = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    with open_locked(temporary, "wb") as file:
+        try:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+    flush(path.parent)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a text file whole. Raises: OSError; path is as it was then."""
+    with whole_file(path) as file:
+        file.write(text.encode("utf-8"))
+
+
+def is_temporary(name: str) -> bool:
+    """Return whether a writer that was killed may have left a file of this name."""
+    return name.endswith(".tmp")
+
+
+def remove_stale(folder: Path) -> None:
+    """Remove temporary files whose writer is gone: nobody holds their lock."""
+    for path in folder.glob("*.tmp"):
+        try:
+            with open(path, "rb") as file:
+                if try_lock(file) or time.time() - path.stat().st_mtime > _STALE_SECONDS:
+                    path.unlink(missing_ok=True)
+        except OSError:
+            continue  # somebody else's, or gone by now
+
+
+def flush(path: Path) -> None:
+    """Wait until the contents of a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# --- locks ---------------------------------------------------------------------------------------
+
+
+def try_lock(file: IO[Any] | int) -> bool | None:
+    """Lock an open file, or a folder's descriptor, until it is closed; without a wait.
+
+    Returns: whether it is ours; None where the file system has no locks.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def open_locked(path: Path, mode: str, on_wait: Callable[[], None] | None = None) -> BinaryIO:
+    """Open path and lock it, after whoever holds it; again when it was removed in between.
+
+    Where there are no locks, unique temporary names and the rename keep writers apart.
+    """
+    while True:
+        file: BinaryIO = open(path, mode)  # type: ignore[assignment]  # closed by the caller
+        try:
+            if try_lock(file) is False:
+                if on_wait is not None:
+                    on_wait()
+                fcntl.flock(file, fcntl.LOCK_EX)
+            if is_at(file, path):
+                return file
+        except BaseException:
+            file.close()
+            raise
+        file.close()
+
+
+def is_at(file: IO[Any], path: Path) -> bool:
+    """Return whether an open file is still the one at path, not removed or replaced since."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except FileNotFoundError:
+        return False
