@@ -417,6 +417,33 @@ def test_an_add_in_the_body_of_a_higher_order_op(block, compile_it):
     hold(Stack, compile_it, block, must_run=False)
 
 
+# --- streams that gate themselves -----------------------------------------------------------------
+
+
+class GatedBesideABranch(Block):
+    """One sum takes the stream, which gates itself, its first value and a branch."""
+
+    def forward(self, x, first):
+        gated = x * torch.sigmoid(self.o(x))
+        return gated + first + drop(self.mlp(self.norm(x)), self)
+
+
+class WithItsFirst(Hybrid):
+    def __init__(self):
+        super().__init__(GatedBesideABranch)
+
+    def forward(self, x):
+        first = x
+        for block in self.blocks:
+            x = block(x, first) if isinstance(block, GatedBesideABranch) else block(x)
+        return x
+
+
+@both
+def test_of_one_sum_the_stream_is_kept_and_the_branch_dropped(compile_it):
+    hold(WithItsFirst, compile_it, must_run=False)
+
+
 # --- branches that are added elsewhere -----------------------------------------------------------
 
 

@@ -330,25 +330,20 @@ class SumAccount:
             return False
         return self._common(add, {last}) is None
 
-    def mistaken(self) -> list[fx.Node]:
-        """The sites of the plain search whose branch is a stream: it holds a sum of such a one.
+    def mistaken(self) -> Iterator[tuple[fx.Node, fx.Node]]:
+        """The sites of the plain search whose branch is a stream, as (add, branch).
 
         x + x0 where x is gate * (x0 + f(x0)): the plain search does not see the sum under the gate,
-        and takes all of x for a branch of x0.
+        and takes all of x for a branch of x0; or it sees the sum, and takes gate(x) for parameters.
         """
         known = {add for add, found in self.branches.items() if found}
         unseen = [n for n in self.ways.nodes if n not in known and len(self.ways.addends(n)) > 1]
         unseen = [n for n in unseen if stack_summed_by(n) not in known and self._is_open(n)]
-        return [
-            add for add in known if any(self._carries_one(add, unseen)) or self._joins_a_stream(add)
-        ]
-
-    def _joins_a_stream(self, add: fx.Node) -> bool:
-        """Whether all that a site would drop are streams that carry its residual on."""
-        residual = self.program.residuals.get(add)
-        if residual is None:
-            return False
-        return all(self._is_stream(branch, peel(residual)) for branch in self.branches[add])
+        for add, residual in self.program.residuals.items():
+            root = peel(residual)
+            for branch in self.branches.get(add, ()):
+                if self._is_stream(branch, root) or self._carries_one(branch, root, unseen):
+                    yield add, branch
 
     def _is_open(self, add: fx.Node) -> bool:
         """Whether a sum is one of a skip and a branch, as far as it shows."""
@@ -358,22 +353,16 @@ class SumAccount:
         labels = [label for label in shared[2] if label is not None]
         return any(label.is_skip for label in labels) and not all(label.is_skip for label in labels)
 
-    def _carries_one(self, add: fx.Node, unseen: list[fx.Node]) -> Iterator[bool]:
-        """Whether such a sum, of the site's own stream and behind it, goes on into a branch."""
-        residual = self.program.residuals.get(add)
-        root = None if residual is None else peel(residual)
-        for branch in self.branches[add]:
-            labels = self.ways.labels(branch, set())
-            for inner in unseen:
-                if (
-                    root is None
-                    or inner not in labels
-                    or self.ways.order[inner] <= self.ways.order[root]
-                ):
-                    continue
-                own = self.ways.labels(inner, set()).get(root)
-                if labels[inner].nearest != COMPUTED and own and own.nearest != COMPUTED:
-                    yield True
+    def _carries_one(self, branch: fx.Node, root: fx.Node, sums: list[fx.Node]) -> bool:
+        """Whether one of these sums, of the site's own stream and behind it, is in a branch."""
+        labels = self.ways.labels(branch, set())
+        for inner in sums:
+            if inner not in labels or self.ways.order[inner] <= self.ways.order[root]:
+                continue
+            own = self.ways.labels(inner, set()).get(root)
+            if not labels[inner].is_computed and own is not None and not own.is_computed:
+                return True
+        return False
 
     def goes_on(self, add: fx.Node) -> bool:
         """Whether a sum reaches a result as a stream does: by no way through parameters alone."""
