@@ -98,9 +98,8 @@ def copies(step) -> list[tuple[str, bool]]:
     return found
 
 
-def assert_no_more_copies(model, run, *, swapped) -> None:
-    """run: model -> loss; swapped: how many calls of attention the passes are to take."""
-    plain = copies(lambda: run(torch.compile(model)).backward())
+def assert_no_more_copies(plain, model, run, *, swapped) -> None:
+    """plain: copies of torch.compile; run: model -> loss; swapped: how many calls of attention."""
     ours = xtrain.compile(model, dropout=0.1, seed=1, existing="replace")
     found = copies(lambda: run(ours).backward())
     assert swapped == sum(
@@ -111,23 +110,31 @@ def assert_no_more_copies(model, run, *, swapped) -> None:
         assert len(many) <= len(few), "\n".join(["plain:", *few, "ours:", *many])
 
 
+def transformers_model(name):
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(MODELS[name]).train()
+
+
+def loss(model):
+    ids = torch.arange(32).view(2, 16)
+    return model(input_ids=ids, labels=ids, use_cache=False).loss
+
+
+@functools.cache
+def copies_of_plain(name) -> list[tuple[str, bool]]:
+    return copies(lambda: loss(torch.compile(transformers_model(name))).backward())
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_model(name):
     """BLOOM adds a bias to its scores, OPT's graph breaks behind its mask: both keep torch's op."""
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(MODELS[name]).train()
-    ids = torch.randint(V, (2, 16))
     swapped = 0 if name in ("bloom", "opt") else 1
-    assert_no_more_copies(
-        model,
-        lambda m: m(input_ids=ids, labels=ids, use_cache=False).loss,
-        swapped=swapped,
-    )
+    assert_no_more_copies(copies_of_plain(name), transformers_model(name), loss, swapped=swapped)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "gpt_neox"])
 def test_transformers_model_as_kernels(name, monkeypatch):
-    """As on a GPU, where each op is one call: results lie so that nothing between them is copied."""
+    """Each op is one call, as on a GPU: what they hand on lies as the next one reads it."""
     monkeypatch.setattr(Forms, "choose", lambda self, op, *args, **kwargs: (True, "kernel"))
     test_transformers_model(name)
 
@@ -178,4 +185,10 @@ class Layouts(nn.Module):
 def test_layouts():
     torch.manual_seed(0)
     x, memory = torch.randn(2, 16, 32), torch.randn(2, 11, 32)
-    assert_no_more_copies(Layouts(), lambda m: m(x, memory).square().sum(), swapped=4)
+    model = Layouts()
+
+    def run(m):
+        return m(x, memory).square().sum()
+
+    plain = copies(lambda: run(torch.compile(model)).backward())
+    assert_no_more_copies(plain, model, run, swapped=4)
