@@ -43,7 +43,7 @@ def recording(
     from xtrain.compiler.recorder import Recorder
 
     session.is_recording_wanted = False
-    session.recorder = recorder = Recorder(session.model, inputs)
+    session.recorder = recorder = Recorder(inputs)
     try:
         with recorder:
             yield recorder

@@ -32,7 +32,6 @@ from xtrain.passes.own_dropouts import (
     own_dropout,
     own_dropouts,
 )
-from xtrain.passes.program import writes_in_place
 from xtrain.passes.residual_sites import ResidualSite
 from xtrain.passes.result import PassResult
 from xtrain.passes.spell_out_sums import spell_out_sums
@@ -326,7 +325,7 @@ def _hazard(site: ResidualSite, owns: list[fx.Node]) -> str:
         )
     if site.own is not None:
         after_own = _from_own(site.own, site.branch)[1:]
-        if any(writes_in_place(n) for n in after_own):
+        if any(map(fx_utils.written_operands, after_own)):
             return "the model's own dropout cannot be replaced: it is changed in place"
     return ""
 

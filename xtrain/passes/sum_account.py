@@ -64,6 +64,7 @@ INSIDE_A_BRANCH = "inside the branch of a site"
 EARLIER_VALUE = "adds an earlier value of the stream, or forms of one value"
 JOINED = "joins streams that were kept side by side"
 OPAQUE = "an op whose body no graph shows"
+IN_AN_OP = "a sum in the body of a library's op"
 MODULATED = "adds to a stream what does not read it"
 SCORES = "attention scores: only softmax reads it"
 MIXED_VALUES = "queries, keys or values: only attention reads it"
@@ -167,10 +168,11 @@ class SumAccount:
 
     def _settle(self, add: fx.Node) -> SumEntry | None:
         """The entry of a sum that the user has said something of."""
-        said = self.settled(add)
+        call = self.program.inside.get(add)
+        said = self.settled(add) or (self.settled(call) if call is not None else "")
         if said == "leave":
             return SumEntry(add, "left", SETTLED, settled=True)
-        if said != "drop":
+        if said != "drop" or call is not None:
             return None
         shared = self._common(add)
         addends = self._addends(add)
@@ -188,21 +190,34 @@ class SumAccount:
         return SumEntry(add, "site", settled=True)
 
     def _may_hold_a_sum(self, node: fx.Node) -> bool:
-        """Whether an op that is not known by its name returns a value of an input's shape."""
-        if not self._is_opaque(node) or fx_utils.tensor_meta(node) is None or _ndim(node) < 2:
+        """Whether an op that is not known by its name makes a value of an input's shape.
+
+        It may return several, or write into what it is given and return none.
+        """
+        if not self._is_opaque(node):
             return False
-        return any(n in self.live and _same_shape(n, _shape(node)) for n in node.all_input_nodes)
+        inputs = [n for n in node.all_input_nodes if n in self.live and _ndim(n) >= 2]
+        value = node.meta.get("example_value", node.meta.get("val"))
+        made = value if isinstance(value, tuple | list) else (value,)
+        shapes = [v.shape for v in made if isinstance(v, torch.Tensor)]
+        return any(not shapes or any(_same_shape(n, s) for s in shapes) for n in inputs)
 
     def _judge_opaque(self, node: fx.Node) -> SumEntry | None:
         """What an opaque op on the spine is: with parameters it may be a whole residual step."""
         inputs = [n for n in node.all_input_nodes if n in self.live]
-        shared = self._common(node, inputs=inputs) if len(inputs) > 1 else None
-        if shared is None and not any(n in self.parameters for n in node.all_input_nodes):
+        is_shared = any(
+            self._common(node, inputs=[a, *(n for n in inputs if n is not a)]) is not None
+            for a in inputs
+            if len(inputs) > 1 and _ndim(a) >= 2
+        )
+        if not is_shared and not any(n in self.parameters for n in node.all_input_nodes):
             return None
         name = fx_utils.op_name(node) or str(node.target)
         if self.settled(node) == "leave":
             return SumEntry(node, "left", SETTLED, settled=True)
-        return SumEntry(node, "unexplained", OPAQUE, seen=f"the body of {name} is not seen")
+        why = self.program.unseen.get(node, "")
+        seen = f"the body of {name} is not seen{f' ({why})' * bool(why)}"
+        return SumEntry(node, "unexplained", OPAQUE, seen)
 
     def _add_general(self, site: General) -> None:
         self.branches.setdefault(site.add, set()).update(site.branches)
@@ -269,13 +284,11 @@ class SumAccount:
         """
         if node.op == "call_module":
             return True
-        target = node.target
-        if isinstance(target, torch._ops.HigherOrderOperator):
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            if fx_utils.op_name(node) in fx_utils.CONTRACTION:  # flex_attention
+                return False
             return bool(fx_utils.called_bodies(self.program.origin.get(node, node)))
-        if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
-            name = getattr(target, "namespace", "") or str(target).partition(".")[0]
-            return name not in ("aten", "prims", "xtrain", "torch_attn", "_c10d_functional")
-        return False
+        return fx_utils.is_library_op(node.target)
 
     def _addends(self, node: fx.Node) -> list[fx.Node]:
         """The activations that a node adds up, [] where it adds fewer than two."""
@@ -389,7 +402,8 @@ class SumAccount:
         """
         addends = list(inputs) or self._addends(add)
         blocked = set(blocked)
-        shape = _shape(addends[0] if fx_utils.op_name(add) in _SUMS_OVER_DIM else add)
+        is_shape_of_first = bool(inputs) or fx_utils.op_name(add) in _SUMS_OVER_DIM
+        shape = _shape(addends[0] if is_shape_of_first else add)
         labels = [self._labels(a, blocked) for a in addends]
         for _ in range(_MAX_COMMON_VALUES):
             common = [
@@ -435,6 +449,8 @@ class SumAccount:
             return SumEntry(add, "left", JOINED)
         seen = _said(found)
         is_stacked = stack_summed_by(add) is not None or fx_utils.op_name(add) in _SUMS_OVER_DIM
+        if add in self.program.inside:  # which no pass can reach
+            return SumEntry(add, "unexplained", IN_AN_OP, seen)
         if not skips or not all(map(_can_be_dropped, branches)) or is_stacked:
             return SumEntry(add, "unexplained", seen=seen)
         self._add_general(General(add, branches, skips[0], root))
