@@ -11,13 +11,11 @@ that compiled something new; tensors are held until it ends.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from xtrain import torch_compat
 from xtrain.compiler.seeds import SizeReader
 from xtrain.passes import fx_utils
 from xtrain.passes.program import (
@@ -38,7 +36,6 @@ class Recorder(Recording):
         super().__init__(Program())
         self.num_graphs = 0
         self.num_eager_ops = 0
-        self._is_paused = False
         for tensor in inputs:
             self.add_input(tensor, "input")
 
@@ -50,23 +47,13 @@ class Recorder(Recording):
         """Run an op as it is, and note it unless a compiled graph runs it."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if not self._is_paused and not any(map(is_fake, _tensors((args, kwargs, result)))):
+        if not any(map(is_fake, _tensors((args, kwargs, result)))):
             self.num_eager_ops += 1
             place = place_of_caller() or {"place": "an unknown place"}
             call = self.called(func, args, kwargs, place)
             if not fx_utils.is_library_op(func) or not self.open(call, args, kwargs, result):
                 self.ran(call, args, kwargs, result)
         return result
-
-    @contextmanager
-    def inside_graph(self) -> Iterator[None]:
-        """Suspend recording: a compiled graph runs, or is compiled."""
-        outer, self._is_paused = self._is_paused, True
-        try:
-            with torch_compat.real_tensors():
-                yield
-        finally:
-            self._is_paused = outer
 
     def note_graph(self, found: Found, inputs: Sequence[Any], results: Any) -> None:
         """Append a compiled graph that has run on these inputs."""

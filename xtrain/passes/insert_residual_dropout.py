@@ -44,6 +44,10 @@ SEEDS = "xtrain_seeds"
 _VIEWS = (fx_utils.VIEW_LIKE - {"clone"}) | {"getitem", "slice", "narrow", "chunk", "split"}
 # Where torch's attention functions take the probability of dropping attention probabilities.
 _ATTENTION_P = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
+_NESTED = (
+    "its value is a nested tensor that the model makes, and masks are drawn for dense values: pad "
+    "its rows (torch.nested.to_padded_tensor) before the blocks and hand them a mask"
+)
 _TRANSFORMED = (
     "inside a transform of torch.func (vmap), where the rows of a batch would share a mask; call "
     "the module on the whole batch"
@@ -179,6 +183,8 @@ class _Inserter:
         slot = self._slot(site, covered_by="xtrain")
         if torch_compat.is_transformed(meta):
             return replace(slot, covered_by="", reason=_TRANSFORMED)
+        if meta.is_nested:
+            return replace(slot, covered_by="", reason=_NESTED)
         owns: list[fx.Node] = []
         if site.own is not None:
             owns = list(own_dropouts(site.branch, site.residual, self.adds))

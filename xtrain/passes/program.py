@@ -13,6 +13,7 @@ from __future__ import annotations
 import linecache
 import operator
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -162,7 +163,7 @@ class Program:
 
     def _write_into(self, target: fx.Node, written: Any, values: dict[fx.Node, Any]) -> None:
         values[target] = written
-        while (view := _base(target)) is not None and isinstance(values.get(view), fx.Node):
+        while (view := base_of(target)) is not None and isinstance(values.get(view), fx.Node):
             values[view] = self.written(values[view], written)
             target = view
 
@@ -220,8 +221,8 @@ def _of_autograd_function(call: fx.Node) -> dict[fx.Node, Any]:
     return dict(zip(placeholders[len(placeholders) - len(given) :], given, strict=False))
 
 
-def _base(node: fx.Node) -> fx.Node | None:
-    """The tensor whose memory a node shows another view of."""
+def base_of(node: fx.Node) -> fx.Node | None:
+    """Return the tensor whose memory a node shows another view of."""
     name = fx_utils.op_name(node)
     is_view = name in fx_utils.VIEW_LIKE or name in ("getitem", "slice", "select", "narrow")
     source = node.args[0] if is_view and node.args else None
@@ -266,8 +267,8 @@ class Recording(torch_compat.RecordingMode):
     def __init__(self, program: Program):
         super().__init__()
         self.program = program
-        self._kept: list[torch.Tensor] = []  # an id means its tensor as long as that is alive
-        self._nodes: dict[int, fx.Node] = {}
+        # An id means its tensor as long as that is alive.
+        self._nodes: dict[int, tuple[weakref.ref[torch.Tensor], fx.Node]] = {}
         self._writes: dict[int | None, fx.Node] = {}  # memory -> what was written into it last
 
     def called(self, func: Any, args: Any, kwargs: Any, meta: dict[str, Any]) -> fx.Node:
@@ -315,13 +316,13 @@ class Recording(torch_compat.RecordingMode):
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is an input, or was made by an op that has been seen."""
-        return id(tensor) in self._nodes
+        known = self._nodes.get(id(tensor))
+        return known is not None and known[0]() is tensor
 
     def node(self, tensor: torch.Tensor) -> fx.Node:
         """Return what stands for a tensor now: behind writes into its memory, a new value."""
-        node = self._nodes.get(id(tensor))
-        if node is None:
-            node = self.add_input(tensor, "table")
+        known = self._nodes[id(tensor)][1] if self.knows(tensor) else None
+        node = self.add_input(tensor, "table") if known is None else known
         write = self._writes.get(torch_compat.memory_of(tensor))
         if write is not None and write is not node and node < write:
             node = self.program.written(node, write)
@@ -330,8 +331,7 @@ class Recording(torch_compat.RecordingMode):
 
     def stands_for(self, node: fx.Node, tensor: torch.Tensor) -> None:
         """Take note of the node whose value a tensor is."""
-        self._nodes[id(tensor)] = node
-        self._kept.append(tensor)
+        self._nodes[id(tensor)] = weakref.ref(tensor), node
 
     def wrote(self, tensor: torch.Tensor, node: fx.Node) -> None:
         """Take note that an op wrote into the memory of a tensor."""

@@ -287,7 +287,8 @@ class SumAccount:
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             if fx_utils.op_name(node) in fx_utils.CONTRACTION:  # flex_attention
                 return False
-            return bool(fx_utils.called_bodies(self.program.origin.get(node, node)))
+            bodies = fx_utils.called_bodies(self.program.origin.get(node, node))
+            return bool(bodies) or "place" in node.meta  # recorded, so that no body shows
         return fx_utils.is_library_op(node.target)
 
     def _addends(self, node: fx.Node) -> list[fx.Node]:

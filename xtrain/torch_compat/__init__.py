@@ -53,7 +53,6 @@ from xtrain.torch_compat.lowering import (
     says_opaque,
 )
 from xtrain.torch_compat.running import (
-    FunctionWatch,
     PlainDispatchMode,
     RecordingMode,
     StorageRef,
@@ -70,7 +69,6 @@ from xtrain.torch_compat.running import (
     real_tensors,
     run_kernel,
     running_sequence_number,
-    unwatched,
     without_memory,
 )
 from xtrain.torch_compat.transforms import (
@@ -85,7 +83,6 @@ __all__ = [
     "ENTER_AUTOCAST",
     "ENTER_INFERENCE_MODE",
     "OPAQUE",
-    "FunctionWatch",
     "PlainDispatchMode",
     "RecordingMode",
     "SET_GRAD_ENABLED",
@@ -140,6 +137,5 @@ __all__ = [
     "source_name",
     "trace_config",
     "trace_overrides",
-    "unwatched",
     "without_memory",
 ]

@@ -10,7 +10,6 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -58,43 +57,12 @@ class RecordingMode(TorchDispatchMode):
     torch skips compilation under any other mode.
     """
 
+    supports_higher_order_operators = True
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Say so to Dynamo."""
         return True
-
-
-class FunctionWatch(TorchFunctionMode):
-    """Tell of each torch function that eager code calls: its name, its tensors, its result."""
-
-    def __init__(self, tell: Callable[[str, list[torch.Tensor], Any], None]):
-        super().__init__()
-        self._tell = tell
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the function, then tell of it."""
-        result = func(*args, **(kwargs or {}))
-        given = [*args, *(kwargs or {}).values()]
-        nested = [x for g in given for x in (g if isinstance(g, tuple | list) else (g,))]
-        tensors = [x for x in nested if isinstance(x, torch.Tensor)]
-        self._tell(getattr(func, "__name__", ""), tensors, result)
-        return result
-
-
-@contextmanager
-def unwatched() -> Iterator[None]:
-    """Suspend a FunctionWatch: Dynamo would trace it into the graphs that are called inside."""
-    from torch.overrides import _get_current_function_mode, _pop_mode, _push_mode
-
-    mode = _get_current_function_mode()
-    if not isinstance(mode, FunctionWatch):
-        yield
-        return
-    _pop_mode()
-    try:
-        yield
-    finally:
-        _push_mode(mode)
 
 
 def real_tensors() -> Any:
