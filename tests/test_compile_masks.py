@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import xtrain
+from xtrain.compiler import SiteError
 
 BOTH = pytest.mark.parametrize("compile_it", [xtrain.compile, xtrain.compile_blocks])
 
@@ -118,15 +119,6 @@ def test_samples_that_are_not_outermost_are_refused(name):
         cut(made(Model(NOT_OUTERMOST[name])), torch.randn(4, 8, 16))
 
 
-@pytest.mark.parametrize(
-    "name", ["length first", "two views of a batch", "beams tiled", "sorted", "rolled"]
-)
-@pytest.mark.parametrize("length", [6, 8])
-def test_blocks_are_handed_samples_that_are_not_outermost(name, length):
-    with pytest.raises(ValueError, match=r"site layers\.0\.feed_forward.*first_sample=2"):
-        cut(made(Model(NOT_OUTERMOST[name]), xtrain.compile_blocks), torch.randn(4, length, 16))
-
-
 @pytest.mark.parametrize("name", OUTERMOST)
 def test_samples_that_stay_outermost_keep_their_masks(name):
     assert cut(made(Model(OUTERMOST[name])), torch.randn(4, 6, 16))
@@ -163,6 +155,142 @@ def test_pieces_and_checkpointed_bodies_know_where_the_samples_are(kind):
     torch._dynamo.reset()
     with pytest.raises(ValueError, match="first_sample=2"):
         cut(made(kind(NOT_OUTERMOST["length first"])), x)
+
+
+class Between(Model):
+    """What happens to the batch happens between two blocks."""
+
+    def forward(self, x):
+        return self.after(self.layers[1](self.before(self.layers[0](x))))
+
+
+class Flip(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.flip(0)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.flip(0)
+
+
+TURNED = (3, 2, 1, 0)
+
+
+def _perm(x):
+    return torch.tensor(TURNED[4 - x.shape[0] :]) % x.shape[0]
+
+
+def _index(x):
+    return _perm(x)[:, None, None].expand_as(x)
+
+
+def _rows_set(x):
+    y = x.clone()
+    y[_perm(x)] = x
+    return y
+
+
+def _rows_behind(x):
+    y = x.clone()
+    y[1:] = x[:-1]
+    return y
+
+
+def _rows_behind_by_a_view(x):
+    y = x.clone()
+    y[1:].copy_(x[:-1])
+    return y
+
+
+REORDERED = {
+    "roll": lambda x: x.roll(1, 0),
+    "roll of the whole": lambda x: x.roll(5 * 16),
+    "flip": lambda x: x.flip(0),
+    "flipud": torch.flipud,
+    "x[perm]": lambda x: x[_perm(x)],
+    "index_select": lambda x: x.index_select(0, _perm(x)),
+    "gather": lambda x: x.gather(0, _index(x)),
+    "take_along_dim": lambda x: torch.take_along_dim(x, _index(x), 0),
+    "sort": lambda x: x.sort(0)[0],
+    "sorted by length": sorted_by_length,
+    "halves": lambda x: torch.cat(x.chunk(2)[::-1]),
+    "row by row": lambda x: torch.stack(x.unbind()[::-1]),
+    "view of a stack": lambda x: torch.stack((x, x.flip(0)))[1],
+    "unbound stack": lambda x: torch.stack((x.flip(0), x)).unbind()[0],
+    "part of a cat": lambda x: torch.cat((x, x.flip(0)), -1)[..., 16:],
+    "where": lambda x: torch.where(x.new_ones(1) > 0, x.flip(0), x),
+    "index_copy": lambda x: x.index_copy(0, _perm(x), x),
+    "index_put": lambda x: x.index_put((_perm(x),), x),
+    "scatter": lambda x: x.scatter(0, _index(x), x),
+    "rows set": _rows_set,
+    "rows behind": _rows_behind,
+    "rows behind, by a view": _rows_behind_by_a_view,
+    "padded and cut": lambda x: F.pad(x, (0, 0, 0, 0, 1, -1)),
+    "autograd.Function": Flip.apply,
+}
+IN_ORDER = {
+    **OUTERMOST,
+    "in slices": lambda x: torch.stack(x.unbind(1), 1),
+    "roll inside": lambda x: x.roll(1, 1),
+    "gather inside": lambda x: x.gather(1, torch.zeros_like(x, dtype=torch.int64)),
+    "stack": lambda x: torch.stack((x, -x)).unbind()[1],
+    "padded": lambda x: F.pad(x, (0, 0, 1, -1)),
+    "normed": lambda x: F.layer_norm(x, (16,)) * x.softmax(-1),
+    "masked": lambda x: x.masked_fill(x > 1, 0.0).where(x > -1, 0.0),
+    "attention": lambda x: F.scaled_dot_product_attention(x, x, x),
+}
+
+
+@pytest.mark.parametrize("name", REORDERED)
+def test_a_batch_that_a_graph_reorders_is_refused(name):
+    with pytest.raises(ValueError, match=r"site layers\.1\.feed_forward.*first_sample=2"):
+        cut(made(Between(REORDERED[name])), torch.randn(4, 6, 16))
+
+
+@pytest.mark.parametrize("name", sorted(IN_ORDER.keys() - OUTERMOST.keys()))
+def test_a_batch_that_a_graph_keeps_in_order_keeps_its_masks(name):
+    assert cut(made(Between(IN_ORDER[name])), torch.randn(4, 6, 16))
+
+
+def placed(kind):
+    """A model that applies `set_to[0]` in code that no graph holds, between its blocks."""
+    set_to = []
+
+    def apply(x):
+        return set_to[0](x)
+
+    if kind == "between blocks":
+        return made(Between(apply), xtrain.compile_blocks, dynamic=True), set_to
+    return made(Between(torch.compiler.disable(apply)), dynamic=True), set_to
+
+
+EAGER = pytest.mark.parametrize("kind", ["between blocks", "behind a graph break"])
+
+
+@EAGER
+def test_a_batch_that_code_beside_graphs_reorders_is_refused(kind):
+    def past_torch(x):
+        return torch.from_numpy(x.detach().numpy()[::-1].copy())
+
+    compiled, set_to = placed(kind)
+    for name, function in {**NOT_OUTERMOST, **REORDERED, "past torch": past_torch}.items():
+        set_to[:] = [function]
+        try:
+            cut(compiled, torch.randn(4, 8, 16))
+        except ValueError as error:
+            assert "site layers.1.feed_forward" in str(error), (name, error)
+            assert "first_sample=2" in str(error), (name, error)
+        else:
+            pytest.fail(f"{name} was not refused")
+
+
+@EAGER
+def test_a_batch_that_code_beside_graphs_keeps_in_order_keeps_its_masks(kind):
+    compiled, set_to = placed(kind)
+    for name, function in IN_ORDER.items():
+        set_to[:] = [function]
+        assert cut(compiled, torch.randn(4, 6, 16)), name
 
 
 class Positions(nn.Module):
@@ -425,6 +553,23 @@ def test_function_transforms_nested_tensors_and_meta_are_refused_by_name(compile
         empty = Model()
     with pytest.raises(RuntimeError, match=r"layers\.0\.norm\.weight of Model is on the meta dev"):
         made(empty, compile_it)(x)
+
+
+class Jagged(Model):
+    def forward(self, x):
+        rows = torch.nested.as_nested_tensor([x[0, :3], x[1]], layout=torch.jagged)
+        for layer in self.layers:
+            rows = layer(rows)
+        return rows.values()
+
+
+@BOTH
+def test_a_nested_tensor_made_inside_a_model_is_refused_in_a_sentence(compile_it):
+    with pytest.raises(
+        SiteError, match=r"nested tensor that the model makes.*pad its rows"
+    ) as told:
+        made(Jagged(), compile_it)(torch.randn(2, 4, 16))
+    assert "\n" not in str(told.value)
 
 
 @BOTH

@@ -146,6 +146,21 @@ def test_fresh_entries_have_their_own_compiled_variants():
     assert graphs == limit + 2
 
 
+def test_a_fresh_entry_finds_code_that_no_import_finds(tmp_path):
+    """Dynamo imports the module of what it inlines, unless the entry has its globals."""
+    code = "import torch\nclass Hidden(torch.nn.Module):\n    def forward(self, x): return f(x)\n"
+    spec = {"__name__": "hidden_from_imports", "f": torch.sin}
+    exec(code, spec)
+    model = spec["Hidden"]()
+    entry = torch_compat.fresh_entry(lambda module, x: module(x), "entry_hidden", model)
+    assert entry.__globals__ is spec
+    x = torch.ones(2)
+    assert torch.equal(torch.compile(entry, backend="eager", fullgraph=True)(model, x), x.sin())
+    linear = nn.Linear(2, 2)
+    function = test_a_fresh_entry_finds_code_that_no_import_finds
+    assert torch_compat.fresh_entry(function, "f", linear).__globals__ is function.__globals__
+
+
 def test_source_names_of_placeholders():
     def f(_xtrain_model, x):
         return _xtrain_model(x)
@@ -386,3 +401,50 @@ def test_what_a_compilation_failed_with_is_found_behind_its_wrapping():
     assert torch_compat.cause_of(cause) is cause
     missing = torch._inductor.exc.InvalidCxxCompiler()
     assert torch_compat.is_missing_compiler(missing) and not torch_compat.is_missing_compiler(cause)
+
+
+def test_an_ops_last_argument_says_that_it_is_opaque():
+    op = ops.OPS["rms_norm"].forward
+    position = torch_compat.position_of_opaque(op)
+    assert op._schema.arguments[position].name == torch_compat.OPAQUE
+    assert torch_compat.position_of_opaque(torch.ops.aten.add.Tensor) is None
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    given = (x,) * position
+    calls = {
+        graph.call_function(op, given): False,
+        graph.call_function(op, (*given, True)): True,
+        graph.call_function(op, given, {torch_compat.OPAQUE: True}): True,
+        graph.call_function(torch.ops.aten.add.Tensor, (x, x)): False,
+    }
+    assert [torch_compat.says_opaque(call) for call in calls] == list(calls.values())
+
+
+def test_a_failure_of_a_trace_tells_where_the_forward_called_the_op():
+    """In the forward by fx's stack, in the backward by the warning of anomaly detection."""
+
+    @torch.library.custom_op("xtrain_test::reads", mutates_args=())
+    def reads(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    reads.register_fake(torch.empty_like)
+    reads.register_autograd(lambda ctx, grad: grad * grad.sum().item())
+    found = {}
+
+    def backend(module, example_inputs):
+        with torch_compat.noting_backward_errors() as in_backward:
+            try:
+                return torch_compat.inner_backend("aot_eager", mode=None, options={}, dynamic=None)(
+                    module, example_inputs
+                )
+            except Exception as error:
+                found["fallback"] = torch_compat.leaves_code_to_eager(error)
+                found["frames"] = torch_compat.frames(
+                    torch_compat.forward_stack(error, in_backward)
+                )
+                raise
+
+    torch.compile(lambda x: reads(x), backend=backend)(torch.ones(2, requires_grad=True))
+    assert found["fallback"] and any(file == __file__ for file, _ in found["frames"])
+    assert not torch_compat.leaves_code_to_eager(ValueError())
+    assert torch_compat.frames('  File "a.py", line 3, in f\n    x') == [("a.py", "3")]

@@ -1,4 +1,4 @@
-"""The contract of torch_compat/running.py: what is asked of torch while a model runs."""
+"""The contract of torch_compat/running.py and transforms.py: what is asked while a model runs."""
 
 from __future__ import annotations
 
@@ -127,3 +127,170 @@ def test_a_dispatch_mode_is_noticed():
     assert not torch_compat.is_observed()
     with FakeTensorMode():
         assert torch_compat.is_observed()
+
+
+# --- modes that record, ops of libraries ----------------------------------------------------------
+
+
+class Seen(torch_compat.RecordingMode):
+    def __init__(self):
+        super().__init__()
+        self.ops = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_under_a_recording_mode_dynamo_compiles_and_leftover_code_is_seen():
+    """And its tensors are those that the code holds: views, parts and writes keep their ids."""
+    graphs = []
+
+    def backend(module, _):
+        def run(*args):
+            with torch_compat.real_tensors():
+                return module(*args)
+
+        graphs.append(module)
+        return run
+
+    @torch.compiler.disable
+    def left_over(x):
+        return x.exp()
+
+    compiled = torch.compile(lambda x: left_over(x.sin()).cos(), backend=backend)
+    x = torch.ones(3)
+    with Seen() as seen:
+        compiled(x)
+    assert len(graphs) == 2 and seen.ops == ["aten.exp.default"]
+
+    made = {}
+
+    class Ids(torch_compat.RecordingMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            for part in result if isinstance(result, tuple | list) else (result,):
+                made[id(part)] = part
+            return result
+
+    x = torch.ones(4, 4, requires_grad=True)
+    with Ids():
+        y = x * 2
+        values = [y, y.view(-1), y[:, 1:], y.mT, y.detach(), *y.chunk(2), y.add_(1)]
+    assert all(made.get(id(value)) is value for value in values)
+
+
+def test_a_recording_mode_sees_higher_order_ops():
+    from torch._higher_order_ops import out_dtype
+
+    x = torch.ones(2, 2, dtype=torch.int8)
+    with Seen() as seen:
+        out_dtype(torch.ops.aten.mm.default, torch.int32, x, x)
+    assert "out_dtype" in seen.ops[0]
+
+
+LIBRARY = torch.library.Library("compat_test", "FRAGMENT")
+for _name, _key in (("cpu", "CPU"), ("any", "CompositeExplicitAutograd"), ("taken_apart", "")):
+    LIBRARY.define(f"{_name}(Tensor x) -> Tensor")
+    LIBRARY.impl(_name, lambda x: x.exp() + 1, _key or "CompositeImplicitAutograd")
+
+
+@torch.library.custom_op("compat_test::custom", mutates_args=())
+def custom(x: torch.Tensor) -> torch.Tensor:
+    return x.exp() + 1
+
+
+custom.register_fake(torch.empty_like)
+custom.register_autograd(lambda ctx, grad: grad)
+
+
+def test_python_kernels_are_told_from_others():
+    ops = torch.ops.compat_test
+    for op in (ops.cpu, ops.any, ops.taken_apart, ops.custom):
+        assert torch_compat.hidden_kernel(op.default, "cpu") == "", op
+    assert "CUDA kernel is no Python" in torch_compat.hidden_kernel(ops.cpu.default, "cuda")
+    for op in (torch.ops.aten.mm.default, torch.ops.mkldnn._linear_pointwise.default):
+        assert "CPU kernel is no Python code" in torch_compat.hidden_kernel(op, "cpu"), op
+
+
+@pytest.mark.parametrize("name", ["cpu", "any", "custom"])
+def test_a_kernel_runs_on_tensors_without_memory_and_its_ops_are_seen(name):
+    op = getattr(torch.ops.compat_test, name).default
+    x = torch.ones(2, 3)
+    with torch_compat.without_memory([x, x.mT]) as (copy, turned), Seen() as seen:
+        assert turned.stride() == (1, 3)
+        result = torch_compat.run_kernel(op, (copy,), {}, "cpu")
+    assert result.shape == (2, 3) and result is not copy
+    assert seen.ops == ["aten.exp.default", "aten.add.Tensor"]
+
+
+@pytest.mark.parametrize(
+    "read", [torch.Tensor.numpy, torch.Tensor.data_ptr, torch.Tensor.tolist, torch.Tensor.item]
+)
+def test_what_asks_for_memory_that_is_not_there_raises(read):
+    with torch_compat.without_memory([torch.ones(1)]) as (copy,):
+        with pytest.raises(Exception, match=r".+"):
+            read(copy)
+        assert torch.compile(lambda x: x + 1, backend="eager")(copy).shape == (1,)
+    assert torch.ones(1).item() == 1
+
+
+def test_sizes_that_are_symbols_are_answered_and_not_guarded():
+    found = []
+
+    def backend(module, example_inputs):
+        values = [n.meta.get("example_value") for n in module.graph.nodes]
+        value = next(v for v in values if isinstance(v, torch.Tensor))
+        with torch_compat.without_memory([value]) as (copy,):
+            found.append((bool(copy.shape[0] > 3), copy.shape[0] == value.shape[0]))
+        return module
+
+    compiled = torch.compile(lambda x: x + 1, backend=backend, dynamic=True)
+    compiled(torch.ones(5, 2))
+    compiled(torch.ones(2, 2))
+    assert len(found) == 1 and found[0][0] and found[0][1]
+
+
+# --- transforms -----------------------------------------------------------------------------------
+
+
+def test_a_derivative_is_registered_and_forward_mode_is_refused():
+    LIBRARY.define("scaled(Tensor x, float by) -> Tensor")
+    LIBRARY.impl("scaled", lambda x, by: x * by, "CPU")
+    op = torch.ops.compat_test.scaled.default
+    kernel = torch_compat.autograd_kernel(
+        op,
+        lambda ctx, grad: (grad * ctx.by, None),
+        lambda ctx, inputs, output: setattr(ctx, "by", inputs[1]),
+    )
+    LIBRARY.impl("scaled", kernel, "Autograd", with_keyset=True)
+    x = torch.ones(3, requires_grad=True)
+    op(x, 3.0).sum().backward()
+    assert x.grad.tolist() == [3.0] * 3
+    with pytest.raises(NotImplementedError, match="compat_test::scaled has no forward-mode"):
+        torch.func.jvp(lambda x: op(x, 3.0), (x.detach(),), (x.detach(),))
+    assert op(x, 3.0).tolist() == [3.0] * 3
+
+
+def test_transforms_are_told_by_the_code_and_by_the_tensor():
+    seen = []
+
+    def told(x, y):
+        seen.append(torch_compat.is_transformed(x))
+        seen.append(torch_compat.in_function_transform())
+        seen.append(torch_compat.is_mapped_in_part(x))
+        seen.append(torch_compat.is_mapped_in_part(y))
+        return x.sum() + y.sum()
+
+    x, y = torch.ones(2, 3), torch.ones(3)
+    torch.func.vmap(told, in_dims=(0, None))(x, y)
+    assert seen == [True, True, False, True]
+    seen.clear()
+    torch.func.vmap(lambda x: torch.func.vmap(told, in_dims=(None, 0))(x, y))(x)
+    assert seen == [True, True, True, True], "each has rows of one of the two maps"
+    seen.clear()
+    torch.func.grad(told)(x, y)
+    assert seen == [True, True, False, False]
+    seen.clear()
+    told(x, y)
+    assert seen == [False] * 4

@@ -131,6 +131,17 @@ def test_a_failing_pass_is_named():
         run_passes(small_graph(), [entry(nothing), entry(broken)])
 
 
+def test_what_puts_in_the_dropout_is_never_advised_to_be_left_out(monkeypatch):
+    def broken(*args, **keywords):
+        raise KeyError("some node")
+
+    monkeypatch.setattr("xtrain.compiler.backend.insert_residual_dropout", broken)
+    compiled = xtrain.compile(nn.Linear(D, D), dropout=P, seed=0, backend="eager")
+    with pytest.raises(PassError, match=r"insert_residual_dropout.*some node.*report this") as told:
+        compiled(stream())
+    assert "disable_passes" not in str(told.value) and "strict=False" not in str(told.value)
+
+
 def test_a_broken_graph_is_named():
     def uses_before_it_defines(graph):
         nodes = list(graph.nodes)

@@ -92,12 +92,14 @@ class Backend:
         session.is_recording_wanted = True  # what ran beside a new graph is to be seen
 
         def run_seen(*inputs: Any) -> Any:
-            recorder = session.recorder
-            if recorder is None or found is None:
+            recorder, call = session.recorder, session.call
+            is_watched = call is not None and call.samples.is_watching
+            if found is None or not (recorder or is_watched):
                 return run(*inputs)
-            with recorder.inside_graph():
+            with torch_compat.real_tensors():  # and without the modes that see what no graph holds
                 results = run(*inputs)
-            recorder.note_graph(found, inputs, results)
+            if recorder is not None:
+                recorder.note_graph(found, inputs, results)
             return results
 
         return run_seen
@@ -136,6 +138,7 @@ class Backend:
                 ("sums", tuple(options.sums.items())),
                 ("general", general),
             ),
+            drops=True,
         )
         every = [insertion, *passes_of_normalised_graph(self.session)]
         ordered = passes.order(every, options.passes, options.disable_passes)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from torch import fx
 
@@ -18,6 +17,7 @@ from xtrain import torch_compat
 from xtrain.compiler.session import UNTRACEABLE, Session, SiteError
 from xtrain.ops.dropout import FORWARD as DROPOUT_OP
 from xtrain.passes import fx_utils
+from xtrain.passes.fx_utils import short_place
 
 
 @contextmanager
@@ -93,11 +93,6 @@ def _branch_of(drop: fx.Node) -> set[fx.Node]:
         needed |= new
         pending += new
     return (needed & reading) - set(streams)
-
-
-def short_place(place: str) -> str:
-    """A file's place as a reader knows it: from its package on, or from this folder."""
-    return place.rpartition("site-packages/")[2].removeprefix(f"{Path.cwd()}/")
 
 
 def _first_line(error: Exception) -> str:

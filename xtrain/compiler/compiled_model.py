@@ -177,8 +177,8 @@ class CompiledModel(nn.Module):
         return result
 
     def _watching(self, call: Call | None) -> AbstractContextManager[Any]:
-        """Follow the samples through code between blocks, where it matters where they are."""
-        if call is None or not call.key.first_sample or not self._session.per_block:
+        """Follow the samples through code between graphs, where it matters where they are."""
+        if call is None or not call.key.first_sample or self._session.is_one_graph:
             return nullcontext()
         return call.samples.watching()
 

@@ -169,7 +169,6 @@ class _BlockForward:
         watch = session.shapes[session.model.training if call is None else True]
         watch.mark(type(self._block), tensors_in(args, kwargs))
         with (
-            torch_compat.unwatched(),
             session.running_block(self._path),
             shown_to_layer(self._place, (*args, *kwargs.values())),
             trace_settings(session) if recomputing else nullcontext(),

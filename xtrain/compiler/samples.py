@@ -2,95 +2,81 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from xtrain import torch_compat
-from xtrain.passes.sample_places import Place, Source
+from xtrain.passes.program import Program, Recording, is_fake, leaves
+from xtrain.passes.sample_places import MIXED, UNKNOWN, Place, Source, State, Walk
 
-# What can put the rows of a batch in another order.
-_REORDERS = frozenset(
-    "__getitem__ getitem index_select gather take_along_dim flip roll sort flipud rot90".split()
-)
 # source -> (its place in a site's value, whether that is outermost)
 Places = dict[Source, tuple[Any, bool]]
 
 
 class Samples:
-    """What one forward knows of its batch: the leading sizes of its arguments, and what follows.
+    """Where the samples of one forward's arguments lie in each tensor that a graph is handed.
 
-    An argument is the same tensor in every graph that reads it, and so is what one graph hands the
-    next. A tensor that code outside of the graphs made is taken by its shape: its leading size is
-    an argument's, and no other dimension but its width could be mistaken for it.
+    The leading dimension of an argument holds them. An argument is the same tensor in every graph
+    that reads it; graphs say where the samples lie in what they make (`note`), and what code
+    between graphs makes is followed op by op while it runs (`watching`). A tensor of which nothing
+    is known holds none: no site's value gets a batch from it.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]):
-        self._arguments = {id(tensor) for tensor in tensors if tensor.ndim}
-        self._sizes = {tensor.shape[0] for tensor in tensors if tensor.ndim}
-        self._made: dict[int, tuple[weakref.ref[torch.Tensor], int | None]] = {}
+        self._between = _Between()
+        self.is_watching = False
+        for position, tensor in enumerate(tensors):
+            if tensor.ndim:
+                state = {(position, 0): Place(0, 1, tensor.shape[0], 1)}
+                self._between.add(tensor, state)
 
-    def note(self, tensor: torch.Tensor, places: Iterable[Any]) -> None:
-        """Take down where the samples lie in what a graph has made, as far as it shows."""
-        places = list(places)
-        dim = None
-        if len(places) == 1 and isinstance(places[0], Place):
-            place = places[0]
-            dim = place.dim if place.before == place.after == 1 else None
-        elif not places and id(tensor) in self._arguments:
-            return
-        self._made[id(tensor)] = weakref.ref(tensor), dim
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Follow the samples through the code outside of graphs that runs inside."""
+        self.is_watching = True
+        try:
+            with self._between:
+                yield
+        finally:
+            self.is_watching = False
 
-    def watching(self) -> torch_compat.FunctionWatch:
-        """Return a context for code outside of graphs: samples that it reorders have no place."""
-        return torch_compat.FunctionWatch(self._follow)
+    def note(self, inputs: Sequence[Any], outputs: Sequence[Any], found: Sequence[State]) -> None:
+        """Take down where the samples lie in what a graph has made of its inputs.
 
-    def _follow(self, name: str, arguments: Sequence[torch.Tensor], result: Any) -> None:
-        if not isinstance(result, torch.Tensor) or not result.ndim or not arguments:
-            return
-        lost = any(self._is_lost(tensor) for tensor in arguments)
-        if name in _REORDERS and len(arguments) > (name in ("__getitem__", "getitem")):
-            lost |= result.shape[0] in self._sizes and arguments[0].shape[:1] == result.shape[:1]
-        if lost:
-            self._made[id(result)] = weakref.ref(result), None
+        Args:     found: of each output, the places of the inputs' dimensions.
+        """
+        given = {position: state for position, state in self._states(inputs) if state}
+        states = [_through(given, state) for state in found]
+        for output, state in zip(outputs, states, strict=False):
+            if isinstance(output, torch.Tensor):
+                self._between.add(output, state)
 
-    def _is_lost(self, tensor: torch.Tensor) -> bool:
-        made, dim = self._made.get(id(tensor), (None, None))
-        return made is not None and made() is tensor and dim is None
+    def dims(self, inputs: Sequence[Any]) -> list[tuple[int, int, int]]:
+        """Return (position of an input, dimension that samples go along, how many), where known."""
+        return [
+            (position, place.dim, place.size)
+            for position, state in self._states(inputs)
+            for place in state.values()
+            if _fills_a_dimension(place)
+        ]
 
-    def dims(self, inputs: Sequence[Any]) -> dict[int, int]:
-        """Return position of an input -> the dimension of it that the samples go along."""
-        found = {}
+    def _states(self, inputs: Sequence[Any]) -> Iterator[tuple[int, State]]:
         for position, tensor in enumerate(inputs):
-            if isinstance(tensor, torch.nn.Parameter):
-                continue
-            if isinstance(tensor, torch.Tensor) and tensor.ndim:
-                dim = self._dim(tensor)
-                if dim is not None:
-                    found[position] = dim
-        return found
-
-    def _dim(self, tensor: torch.Tensor) -> int | None:
-        made, dim = self._made.get(id(tensor), (None, None))
-        if made is not None and made() is tensor:
-            return dim
-        if id(tensor) in self._arguments:
-            return 0
-        leading, *others = tensor.shape
-        return 0 if leading in self._sizes and leading not in others[:-1] else None
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, torch.nn.Parameter):
+                yield position, self._between.state(tensor)
 
     @staticmethod
-    def batch(inputs: Sequence[Any], dims: dict[int, int], places: Places) -> int | None:
+    def batch(dims: list[tuple[int, int, int]], places: Places) -> int | None:
         """Return the number of samples of a site's value, None where they are not shown outermost.
 
         A size of 1 beside others is no batch. What is known to lie elsewhere than outermost could
         be the samples as well.
         """
         seen = [
-            (inputs[position].shape[dim], *places[position, dim])
-            for position, dim in dims.items()
+            (size, *places[position, dim])
+            for position, dim, size in dims
             if (position, dim) in places
         ]
         if any(size > 1 for size, _, _ in seen):
@@ -98,3 +84,57 @@ class Samples:
         outermost = {size for size, _, is_outermost in seen if is_outermost}
         elsewhere = any(isinstance(p, Place) and not is_out for _, p, is_out in seen)
         return outermost.pop() if len(outermost) == 1 and not elsewhere else None
+
+
+class _Between(Recording):
+    """Records what runs between graphs, and where the samples lie in it."""
+
+    def __init__(self) -> None:
+        super().__init__(Program())
+        self._walk = Walk({})
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an op as it is, and note it."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        seen = [x for x in leaves((args, kwargs, result)) if isinstance(x, torch.Tensor)]
+        if not any(map(is_fake, seen)):
+            self.ran(self.called(func, args, kwargs, {}), args, kwargs, result)
+        return result
+
+    def add(self, tensor: torch.Tensor, state: State) -> None:
+        """Take down the state of a tensor that no op between graphs made."""
+        self._walk.states[self.add_input(tensor, "input")] = state
+
+    def state(self, tensor: torch.Tensor) -> State:
+        """Return the places of the arguments' samples in a tensor."""
+        if not self.knows(tensor):
+            return {}
+        node = self.node(tensor)
+        self._walk.go_on(self.program.graph)
+        return self._walk.of(node)
+
+
+def _fills_a_dimension(place: Any) -> bool:
+    """Whether a dimension is the samples one after the other, each in as many steps."""
+    return isinstance(place, Place) and place.before == 1
+
+
+def _through(given: dict[int, State], found: State) -> State:
+    """The state of a graph's output from its inputs', and the places of their dimensions in it."""
+    result: State = {}
+    for position, state in given.items():
+        for source, place in state.items():
+            if _fills_a_dimension(place):
+                there = found.get((position, place.dim))
+                if isinstance(there, Place):
+                    there = there._replace(size=place.size, after=there.after * place.after)
+            else:
+                there = UNKNOWN if any(at == position for at, _ in found) else None
+            if there is not None:
+                known = result.setdefault(source, there)
+                if known != there:
+                    result[source] = MIXED if MIXED in (known, there) else UNKNOWN
+    return result

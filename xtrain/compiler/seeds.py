@@ -84,18 +84,13 @@ class Seeds:
             self._note_outputs(inputs, outputs)
             return outputs
 
-        return run if self.slots or not self.is_whole else compiled
+        return run
 
     def _note_outputs(self, inputs: Sequence[Any], outputs: Any) -> None:
         """Tell the graphs behind this one where the samples lie in what they are handed."""
         call = self.session.call
-        if call is None or self.is_whole or not call.key.first_sample:
-            return
-        dims = call.samples.dims(inputs)
-        for output, state in zip(outputs, self._outputs, strict=False):
-            if isinstance(output, torch.Tensor):
-                places = {state.get(source) for source in dims.items()} - {None}
-                call.samples.note(output, places)
+        if call is not None and call.key.first_sample:
+            call.samples.note(inputs, outputs, self._outputs)
 
     def tensor(self, inputs: Sequence[Any]) -> torch.Tensor:
         """Return a fresh seeds tensor: a buffer changed in place would break a second forward."""
@@ -125,7 +120,7 @@ class Seeds:
         flat: list[int] = []
         key = call.key
         row = 0
-        dims = call.samples.dims(inputs) if key.first_sample else {}
+        dims = call.samples.dims(inputs) if key.first_sample else []
         for slot, static_block in zip(self.slots, self._blocks, strict=True):
             if not slot.covered_by:
                 continue
@@ -143,7 +138,7 @@ class Seeds:
             if slot.covered_by == "xtrain":
                 offset = 0
                 if key.first_sample:
-                    batch = call.samples.batch(inputs, dims, self._samples.get(row, {}))
+                    batch = call.samples.batch(dims, self._samples.get(row, {}))
                     offset = key.first_sample * self._per_sample(slot, site, call, inputs, batch)
                 row += 1
                 flat += (

@@ -78,6 +78,7 @@ class Session:
         self.sums = SettledSums(options.sums)
         self.recorder: Recorder | None = None  # of the forward that runs, where one is wanted
         self.is_recording_wanted = True
+        self.is_one_graph = False  # whether the forward that was recorded last was one graph
         self.breaks_at_start = 0  # graph breaks that Dynamo had listed when the forward began
         self.is_replaced = False  # whether another compile_blocks has taken the blocks over
         self.sites: dict[tuple[str, str], Site] = {}

@@ -43,7 +43,7 @@ def recording(
     from xtrain.compiler.recorder import Recorder
 
     session.is_recording_wanted = False
-    session.recorder = recorder = Recorder(session.model, inputs)
+    session.recorder = recorder = Recorder(inputs)
     try:
         with recorder:
             yield recorder
@@ -56,6 +56,8 @@ def account_lines(session: Session, recorder: Recorder | None, result: Any) -> l
 
     A forward that was one graph has been judged when that was compiled.
     """
+    if recorder is not None:
+        session.is_one_graph = recorder.is_one_graph
     if recorder is None or (recorder.is_one_graph and not session.per_block):
         return []
     account, open_ = recorder.judge(result, session.sums)
@@ -114,7 +116,7 @@ def check_executed(session: Session, call: Call, open_sums: list[str]) -> None:
             f"a training forward ran {len(executed)} residual sites of {len(session.sites)}; "
             f"missing: {', '.join(missing[:5])}. {_left_out(session, call)}A part of the model was "
             "skipped, or Dynamo fell back to eager there (TORCH_LOGS=graph_breaks,recompiles says "
-            f"why). strict=False accepts it.{_said(session)}"
+            f"why). strict=False trains without dropout there.{_said(session)}"
         )
 
 

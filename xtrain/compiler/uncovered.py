@@ -8,14 +8,15 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from xtrain.compiler.backend_failures import short_place
 from xtrain.compiler.graph_breaks import breaks_said
 from xtrain.compiler.report import SumLine
 from xtrain.compiler.seeds import readable_path
 from xtrain.compiler.session import Session
 from xtrain.compiler.settled import line_of, plain_path
+from xtrain.passes.fx_utils import short_place
 from xtrain.passes.insert_residual_dropout import InsertResult
-from xtrain.passes.sum_account import HANDED_ON, OPAQUE, SumEntry
+from xtrain.passes.program import LIBRARY_OP
+from xtrain.passes.sum_account import HANDED_ON, IN_AN_OP, OPAQUE, SumEntry
 
 _LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n\s*(?P<code>[^\n]*)')
 _PER_BLOCK = (
@@ -62,6 +63,12 @@ def unexplained(entry: SumEntry) -> str:
             f"the value at {place_of(add)} was dropped as a branch that its block returns beside "
             "the stream, and no code adds it to that stream: use xtrain.compile, whose graph shows "
             "what it is"
+        )
+    if entry.rule == IN_AN_OP:
+        return (
+            f"the body of {add.meta[LIBRARY_OP]} adds at {place_of(add)}, where no pass can put "
+            f"dropout: {entry.seen}. Write the sum outside of the op, or say that it is to have "
+            f"none: sums={{{place!r}: 'leave'}}"
         )
     return (
         f"the add at {place_of(add)} may be a residual site: {entry.seen}. "

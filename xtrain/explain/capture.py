@@ -7,7 +7,6 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from xtrain.explain.changes import Changes, Stage, follow
 from xtrain.explain.errors import ExplainError
 from xtrain.explain.snapshot import Snapshot, parameter_path, snapshot
 from xtrain.explain.subject import Subject
+from xtrain.passes.fx_utils import short_place
 from xtrain.passes.insert_residual_dropout import InsertResult
 
 DEFAULTS = {
@@ -174,11 +174,6 @@ def _run_backward(outputs: Any) -> None:
 def first_line(reason: str) -> str:
     """Return a graph break's reason without the hints behind it."""
     return reason.strip().partition("\n")[0]
-
-
-def short_place(place: str) -> str:
-    """Return a file's place as a reader knows it: from its package on, or from this folder."""
-    return place.rpartition("site-packages/")[2].removeprefix(f"{Path.cwd()}/")
 
 
 def _check_runs_alone(subject: Subject, model: nn.Module, error: Exception) -> None:

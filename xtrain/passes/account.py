@@ -18,10 +18,8 @@ that held for every reader, and a gradient must flow through where one flowed be
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -30,7 +28,7 @@ from torch import fx
 from xtrain import torch_compat
 from xtrain.passes import fx_utils
 from xtrain.passes.forms import erase_unread
-from xtrain.passes.fx_utils import called_bodies, op_name, operand
+from xtrain.passes.fx_utils import called_bodies, op_name, written_operands
 from xtrain.passes.match import Refused, cast_source
 
 WRITTEN = "an op writes in place into what it reads"
@@ -318,49 +316,12 @@ def _memories(node: fx.Node) -> set[Hashable]:
 
 def _written_by(node: fx.Node) -> Iterator[Hashable]:
     """Yield the memory that an op writes into, itself or in a body that it calls."""
-    for target in _written_operands(node):
+    for target in written_operands(node):
         yield from _memories(target)
     for body in called_bodies(node):
         outside = {m for n in body.graph.nodes if n.op == "placeholder" for m in _memories(n)}
         for inner in body.graph.nodes:
             yield from (m for m in _written_by(inner) if m in outside)
-
-
-def _written_operands(node: fx.Node) -> Iterator[fx.Node]:
-    if node.op not in ("call_function", "call_method"):
-        return
-    if isinstance(node.target, torch._ops.OpOverload):
-        for i, argument in enumerate(node.target._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                yield from _nodes(operand(node, i, argument.name))
-        return
-    name = op_name(node)
-    in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-    if callable(node.target) and (position := _place_of_inplace(node.target)) is not None:
-        in_place |= operand(node, position, "inplace") is True
-    if in_place or node.kwargs.get("inplace") is True:
-        yield from _nodes(operand(node, 0, "input", "self"))
-    yield from _nodes(node.kwargs.get("out"))
-
-
-_IN_PLACE = frozenset({"setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "ipow", "imod"})
-_IN_PLACE |= {"iand", "ior", "ixor", "imatmul", "ilshift", "irshift"}
-
-
-@cache
-def _place_of_inplace(target: Any) -> int | None:
-    """Where a function takes its `inplace` argument, None if it has none."""
-    try:
-        names = list(inspect.signature(target).parameters)
-    except (TypeError, ValueError):
-        return None
-    return names.index("inplace") if "inplace" in names else None
-
-
-def _nodes(argument: Any) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    fx.node.map_arg(argument, found.append)
-    return found
 
 
 # --- matches --------------------------------------------------------------------------------------

@@ -6,9 +6,12 @@ normalised aten graphs alike: an op is recognised by its name, whatever spelling
 
 from __future__ import annotations
 
+import inspect
 import operator
 import re
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -132,6 +135,17 @@ def op_name(node: fx.Node) -> str:
     return getattr(target, "__name__", "")
 
 
+def is_library_op(target: object) -> bool:
+    """Whether an op is neither torch's nor ours, so that its name does not say what it does."""
+    if not isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        return False
+    name = getattr(target, "namespace", "") or str(target).partition(".")[0]
+    return name not in _KNOWN_LIBRARIES
+
+
+_KNOWN_LIBRARIES = frozenset({"aten", "prims", "xtrain", "torch_attn", "_c10d_functional"})
+
+
 def operand(node: fx.Node, position: int, *names: str, default: object = None) -> Any:
     """Return an argument of a call by its position or by one of its names."""
     if len(node.args) > position:
@@ -142,6 +156,48 @@ def operand(node: fx.Node, position: int, *names: str, default: object = None) -
 def add_operands(node: fx.Node) -> tuple[Any, Any]:
     """Return the two addends of an add, however they were passed."""
     return operand(node, 0, "input", "self"), operand(node, 1, "other")
+
+
+def written_operands(node: fx.Node) -> list[fx.Node]:
+    """Return the operands that a call writes into, as far as its op says so itself."""
+    target, written = node.target, []
+    if node.op not in ("call_function", "call_method"):
+        return []
+    if isinstance(target, torch._ops.OpOverloadPacket) and len(target.overloads()) == 1:
+        target = getattr(target, target.overloads()[0])
+    if isinstance(target, torch._ops.OpOverload):
+        for i, argument in enumerate(target._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written += _nodes(operand(node, i, argument.name))
+        return written
+    name = op_name(node)
+    in_place = name.removeprefix("__").removesuffix("__") in _IN_PLACE
+    in_place |= name.endswith("_") and not name.endswith("__")
+    if callable(target) and (position := _place_of_inplace(target)) is not None:
+        in_place |= operand(node, position, "inplace") is True
+    if in_place or node.kwargs.get("inplace") is True:
+        written += _nodes(operand(node, 0, "input", "self"))
+    return written + _nodes(node.kwargs.get("out"))
+
+
+_IN_PLACE = frozenset({"setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "ipow", "imod"})
+_IN_PLACE |= {"iand", "ior", "ixor", "imatmul", "ilshift", "irshift"}
+
+
+@cache
+def _place_of_inplace(target: Any) -> int | None:
+    """Where a function takes its `inplace` argument, None if it has none."""
+    try:
+        names = list(inspect.signature(target).parameters)
+    except (TypeError, ValueError):
+        return None
+    return names.index("inplace") if "inplace" in names else None
+
+
+def _nodes(argument: Any) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.node.map_arg(argument, found.append)
+    return found
 
 
 def tensor_meta(node: object) -> torch.Tensor | None:
@@ -225,6 +281,11 @@ def module_path(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack")
     path = next(reversed(stack.values()))[0] if stack else ""
     return _HELD_MODULE.sub(r".\1", path)
+
+
+def short_place(place: str) -> str:
+    """Return a file's place as a reader knows it: from its package on, or from this folder."""
+    return place.rpartition("site-packages/")[2].removeprefix(f"{Path.cwd()}/")
 
 
 def walk_graphs(module: fx.GraphModule) -> Iterator[fx.GraphModule]:

@@ -33,7 +33,6 @@ from xtrain.passes.own_dropouts import (
     own_dropout,
     own_dropouts,
 )
-from xtrain.passes.program import writes_in_place
 from xtrain.passes.residual_sites import ResidualSite
 from xtrain.passes.result import PassResult
 from xtrain.passes.spell_out_sums import spell_out_sums
@@ -46,6 +45,10 @@ SEEDS = "xtrain_seeds"
 _VIEWS = (fx_utils.VIEW_LIKE - {"clone"}) | {"getitem", "slice", "narrow", "chunk", "split"}
 # Where torch's attention functions take the probability of dropping attention probabilities.
 _ATTENTION_P = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
+_NESTED = (
+    "its value is a nested tensor that the model makes, and masks are drawn for dense values: pad "
+    "its rows (torch.nested.to_padded_tensor) before the blocks and hand them a mask"
+)
 _TRANSFORMED = (
     "inside a transform of torch.func (vmap), where the rows of a batch would share a mask; call "
     "the module on the whole batch"
@@ -186,6 +189,8 @@ class _Inserter:
         slot = self._slot(site, covered_by="xtrain")
         if torch_compat.is_transformed(meta):
             return replace(slot, covered_by="", reason=_TRANSFORMED)
+        if meta.is_nested:
+            return replace(slot, covered_by="", reason=_NESTED)
         owns: list[fx.Node] = []
         if site.own is not None:
             owns = list(own_dropouts(site.branch, site.residual, self.adds))
@@ -333,7 +338,7 @@ def _hazard(site: ResidualSite, owns: list[fx.Node]) -> str:
         )
     if site.own is not None:
         after_own = _from_own(site.own, site.branch)[1:]
-        if any(writes_in_place(n) for n in after_own):
+        if any(map(fx_utils.written_operands, after_own)):
             return "the model's own dropout cannot be replaced: it is changed in place"
     return ""
 

@@ -39,6 +39,7 @@ class Pass:
     source:     the function whose source enters the cache key, where `run` is a partial of it.
     options:    values that change what it does; they enter the cache key.
     normalised: whether it runs on the normalised graph, which may fail without loss of dropout.
+    drops:      whether the dropout that was asked for is this pass's work.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Pass:
     source: Callable[..., Any]
     options: tuple[tuple[str, object], ...] = ()
     normalised: bool = False
+    drops: bool = False
 
 
 def run_passes(
@@ -115,7 +117,7 @@ def _run_one(module: fx.GraphModule, entry: Pass) -> PassResult:
     except Exception as error:
         raise PassError(
             f"the graph pass {entry.name!r} failed with {type(error).__name__}: {error}. "
-            f"disable_passes=[{entry.name!r}] leaves it out.",
+            f"{_what_to_do(entry)}",
             entry.name,
         ) from error
     if result is None:
@@ -126,6 +128,16 @@ def _run_one(module: fx.GraphModule, entry: Pass) -> PassResult:
             entry.name,
         )
     return result
+
+
+def _what_to_do(entry: Pass) -> str:
+    """Return the advice for a pass that fails: never to lose dropout without a word."""
+    if not entry.drops:
+        return f"disable_passes=[{entry.name!r}] leaves it out."
+    return (
+        "It puts in the dropout, so the model cannot train as asked: report this with the model "
+        "and the traceback, a fault of xtrain's; only dropout=0 goes on, and trains without any."
+    )
 
 
 def _log(position: int, total: int, result: PassResult) -> None:

@@ -24,6 +24,7 @@ from torch import fx
 
 from xtrain.ops.dropout import FORWARD as DROPOUT_OP
 from xtrain.passes import fx_utils
+from xtrain.passes.program import base_of, written_into
 from xtrain.passes.values import is_parameter
 
 
@@ -41,12 +42,11 @@ Source = tuple[int, int]  # position among the graph's placeholders, dimension
 State = dict[Source, Any]  # a source that is absent has no place: the value is the same for all
 
 _SAME = frozenset(
-    "to float half bfloat16 double type type_as contiguous clone detach alias convert_element_type "
-    "dropout dropout_ layer_norm rms_norm native_layer_norm group_norm batch_norm instance_norm "
-    "normalize cumsum cumprod masked_scatter masked_scatter_ index_add index_add_ index_copy "
-    "index_copy_ index_put index_put_ scatter scatter_ scatter_add scatter_add_ index_fill tril "
-    "triu glu silu relu gelu truediv floordiv and_ or_ identity requires_grad_ lift_fresh_copy "
-    "embedding".split()
+    "to _to_copy float half bfloat16 double type type_as contiguous clone detach alias "
+    "convert_element_type dropout dropout_ native_dropout layer_norm rms_norm native_layer_norm "
+    "group_norm native_group_norm batch_norm native_batch_norm instance_norm normalize cumsum "
+    "cumprod index_fill index_fill_ tril triu silu relu gelu truediv floordiv and_ or_ identity "
+    "requires_grad_ lift_fresh lift_fresh_copy".split()
 )
 _VIEWS = frozenset(
     "view reshape _unsafe_view view_as reshape_as flatten unflatten squeeze unsqueeze ravel".split()
@@ -60,9 +60,15 @@ _REDUCTIONS = frozenset(
     "vector_norm median".split()
 )
 _PICKS = frozenset("gather take_along_dim index_select roll flip sort topk argsort".split())
+# Ops that put rows of another value into their first operand: where they take the dimension, if
+# they have one, and that value.
+_PUTS = {"index_copy": (1, 3), "scatter": (1, 3), "masked_scatter": (None, 2)}
+_PUTS |= {f"{name}_": where for name, where in _PUTS.items()}
+_ADDS_ROWS = frozenset("index_add scatter_add index_add_ scatter_add_ scatter_reduce".split())
+_PADS = frozenset("pad constant_pad_nd".split())
 _LEADING = frozenset(
-    "conv1d conv2d conv3d conv_transpose1d pad max_pool1d max_pool2d avg_pool1d avg_pool2d "
-    "adaptive_avg_pool1d adaptive_avg_pool2d interpolate constant_pad_nd".split()
+    "conv1d conv2d conv3d convolution conv_transpose1d max_pool1d max_pool2d avg_pool1d avg_pool2d "
+    "adaptive_avg_pool1d adaptive_avg_pool2d interpolate".split()
 )
 _PARTS = frozenset("chunk split tensor_split split_with_sizes".split())
 _PERMUTED = frozenset("transpose swapaxes swapdims permute movedim moveaxis t mT numpy_T".split())
@@ -81,7 +87,7 @@ def sample_places(graph: fx.Graph, seeds: fx.Node | None) -> tuple[dict[int, Sta
             inputs[node] = {
                 (position, dim): Place(dim, 1, size, 1) for dim, size in enumerate(shape)
             }
-    walk = _Walk({} if seeds is None else {seeds: 0})
+    walk = Walk({} if seeds is None else {seeds: 0})
     outputs = walk.run(graph, inputs)
     flat = outputs if isinstance(outputs, tuple | list) else (outputs,)
     return walk.rows, [walk.of(value) for value in flat]
@@ -92,14 +98,18 @@ def is_outermost(place: Any, shape: Sequence[int]) -> bool:
     return isinstance(place, Place) and place.before * math.prod(shape[: place.dim]) == 1
 
 
-class _Walk:
+class Walk:
+    """Follow the sources through nodes in running order: `states` of those that have been seen."""
+
     def __init__(self, seeds: dict[fx.Node, int]):
         self.rows: dict[int, State] = {}
         self.seeds = seeds  # seeds inputs and slices of them -> their first row
         self.states: dict[fx.Node, State] = {}
         self.parts: dict[fx.Node, Any] = {}  # what a called body returns
+        self._last: fx.Node | None = None
 
     def of(self, value: Any) -> State:
+        """Return the places of the sources in a value."""
         return self.states.get(value, {}) if isinstance(value, fx.Node) else {}
 
     def run(self, graph: fx.Graph, inputs: dict[fx.Node, State]) -> Any:
@@ -113,7 +123,7 @@ class _Walk:
             elif (body := _body(node)) is not None:
                 self._enter(node, body)
             else:
-                self.states[node] = self._after(node)
+                self.step(node)
             if node.target is DROPOUT_OP and (row := self._row(node)) is not None:
                 dropped.append((node, row))
         for node, row in dropped:
@@ -147,6 +157,28 @@ class _Walk:
         else:
             self.states[call] = self.of(results)
 
+    def go_on(self, graph: fx.Graph) -> None:
+        """Follow the sources through what has been appended to a graph; inputs have none."""
+        new: list[fx.Node] = []
+        for node in reversed(graph.nodes):
+            if node is self._last:
+                break
+            new.insert(0, node)
+        for node in new:
+            if node.op != "placeholder":
+                self.step(node)
+        self._last = new[-1] if new else self._last
+
+    def step(self, node: fx.Node) -> None:
+        """Follow the sources through one call."""
+        self.states[node] = state = self._after(node)
+        for target in fx_utils.written_operands(node):
+            self.states[target] = state
+            while (whole := base_of(target)) is not None:
+                part = _in_part(state, _shape(target), _shape(whole))
+                self.states[whole] = state = _agreed([self.of(whole), part])
+                target = whole
+
     def _after(self, node: fx.Node) -> State:
         name = fx_utils.op_name(node)
         if name == "getitem" and node.args[0] in self.parts:
@@ -157,13 +189,9 @@ class _Walk:
         if not sources:
             return {}
         try:
-            state = _follow(node, name, self.of)
+            return _follow(node, name, self.of)
         except (_UnreadError, IndexError, KeyError, TypeError, ValueError, AttributeError):
-            state = _unknown(map(self.of, sources))
-        target = node.args[0] if node.args else None
-        if isinstance(target, fx.Node) and (name == "setitem" or _is_in_place(name)):
-            self.states[target] = state
-        return state
+            return _unknown(map(self.of, sources))
 
 
 class _UnreadError(Exception):
@@ -174,8 +202,12 @@ def _follow(node: fx.Node, name: str, of: Any) -> State:
     """The state of a node's value by its op."""
     first = fx_utils.operand(node, 0, "input", "self", "tensor", "tensors")
     if name == "setitem":
-        return _join([of(first), _written(node, of(node.args[2]))])
+        return _agreed([of(first), _written(node, of(node.args[2]))])
+    if node.target is written_into:
+        return _agreed([of(first), _in_part(of(node.args[1]), _shape(node.args[1]), _shape(first))])
     out = _shape(node)
+    if "scaled_dot_product" in name:
+        name = "scaled_dot_product_attention"
     if name in ("scaled_dot_product_attention", "einsum", "matmul", "bmm", "mm", "linear"):
         return _join(_contracted(node, name, of))
     if name in ("addmm", "baddbmm"):
@@ -193,20 +225,27 @@ def _follow(node: fx.Node, name: str, of: Any) -> State:
             dim = fx_utils.operand(node, 2, "dim", default=-1 if name == "topk" else 0)
         dim = _dim(first, dim)
         if name == "unbind":
-            return _mapped(of(first), lambda p: _without_dims(p, [dim]))
+            return _mapped(of(first), lambda p: _without_dim(p, dim))
         return _mapped(of(first), lambda p: UNKNOWN if p.dim == dim else p)
+    if name in _SAME:
+        return of(first)
     if out is None:
         raise _UnreadError
     if name == "getitem":
         if not isinstance(first, fx.Node) or _shape(first) is None:
             return of(first)
         return _indexed(first, node.args[1], of)
+    if name == "index":
+        indices: Any = node.args[1]
+        return _indexed(first, [slice(None) if i is None else i for i in indices], of)
     shape = _shape(first)
     if name in ("softmax", "log_softmax", "_softmax"):
         dim = _dim(first, fx_utils.operand(node, 1, "dim", default=-1))
         return _mapped(of(first), lambda p: MIXED if p.dim == dim and p.size > 1 else p)
-    if name == "embedding" or (name in _SAME and name not in ("glu",)):
-        return of(first)
+    if name == "embedding":  # (indices, weight), in aten the other way round
+        return of(next(n for n in node.all_input_nodes if not _is_float(n)))
+    if name in ("copy", "copy_"):
+        return _aligned(of(node.args[1]), _shape(node.args[1]), out)
     if shape is None:
         raise _UnreadError
     if name in _VIEWS:
@@ -235,15 +274,28 @@ def _follow(node: fx.Node, name: str, of: Any) -> State:
     if name in ("select", "narrow", "slice"):
         dim = _dim(first, fx_utils.operand(node, 1, "dim", default=0))
         if name == "select":
-            return _mapped(of(first), lambda p: _without_dims(p, [dim]))
+            return _mapped(of(first), lambda p: _without_dim(p, dim))
         return _mapped(
             of(first), lambda p: p if p.dim != dim or out[dim] == shape[dim] else UNKNOWN
         )
     if name in _PICKS:
-        dims = fx_utils.operand(node, 2 if name == "roll" else 1, "dim", "dims", default=-1)
+        default = () if name == "roll" else -1  # the whole, flat
+        dims = fx_utils.operand(node, 2 if name == "roll" else 1, "dim", "dims", default=default)
         given = dims if isinstance(dims, tuple | list) else (dims,)
-        taken = [_dim(first, d) for d in given]
+        taken = [_dim(first, d) for d in given] or range(len(shape))
         return _mapped(of(first), lambda p: UNKNOWN if p.dim in taken else p)
+    if name in _PUTS or name in ("index_put", "index_put_"):
+        return _agreed([of(first), _put(node, name, of)])
+    if name in _ADDS_ROWS:
+        return _join([of(first), _unknown(map(of, node.all_input_nodes[1:]))])
+    if name in _PADS:
+        widths = fx_utils.operand(node, 1, "pad")
+        padded = {len(shape) - 1 - i // 2 for i, width in enumerate(widths) if width != 0}
+        return _mapped(of(first), lambda p: UNKNOWN if p.dim in padded else p)
+    if name == "where":
+        a, b = fx_utils.operand(node, 1, "self", "input"), fx_utils.operand(node, 2, "other")
+        values = _agreed([_aligned(of(n), _shape(n), out) for n in (a, b) if _shape(n) is not None])
+        return _join([values, _aligned(of(node.args[0]), _shape(node.args[0]), out)])
     if name in _LEADING:
         return _mapped(of(first), lambda p: p if p.dim == 0 and out[0] == shape[0] else UNKNOWN)
     if name in _REDUCTIONS:
@@ -278,6 +330,17 @@ def _join(states: Iterable[State]) -> State:
             else:
                 joined[source] = MIXED if place.size > 1 else UNKNOWN
     return joined
+
+
+def _agreed(states: Iterable[State]) -> State:
+    """Of parts that lie side by side: a place is that of the whole where no part has another."""
+    agreed: State = {}
+    for state in states:
+        for source, place in state.items():
+            known = agreed.get(source, place)
+            differ = MIXED if MIXED in (known, place) else UNKNOWN
+            agreed[source] = place if known == place else differ
+    return agreed
 
 
 def _unknown(states: Iterable[State]) -> State:
@@ -336,10 +399,10 @@ def _catenated(node: fx.Node, name: str, parts: Any, of: Any) -> State:
     rank = len(_shape(node) or ())
     dim = given + rank if given < 0 else given
     if name == "stack":
-        return _join(
+        return _agreed(
             _mapped(of(n), lambda p: p._replace(dim=p.dim + (p.dim >= dim))) for n in parts
         )
-    return _join(_mapped(of(n), lambda p: UNKNOWN if p.dim == dim else p) for n in parts)
+    return _agreed(_mapped(of(n), lambda p: UNKNOWN if p.dim == dim else p) for n in parts)
 
 
 def _aligned(state: State, shape: Sequence[int] | None, out: Sequence[int]) -> State:
@@ -367,6 +430,13 @@ def _located(place: Place, shape: Sequence[int], out: Sequence[int]) -> Any:
                 found.append(Place(dim, size // (after * place.size), place.size, after))
     whole = [p for p in found if p.before == p.after == 1]
     return next(iter(whole or found), UNKNOWN)
+
+
+def _without_dim(place: Place, dim: int) -> Any:
+    """The place behind one step of a dimension: of samples, that is one of them."""
+    if place.dim == dim:
+        return UNKNOWN if place.size > 1 else None
+    return place._replace(dim=place.dim - (dim < place.dim))
 
 
 def _without_dims(place: Place, dims: Sequence[int]) -> Place | None:
@@ -432,7 +502,9 @@ def _indexed(value: fx.Node, index: Any, of: Any) -> State:
 
     def move(p: Place) -> Any:
         at = places[p.dim]
-        if at is None or at == UNKNOWN:
+        if at is None:
+            return UNKNOWN if p.size > 1 else None
+        if at == UNKNOWN:
             return at
         return UNKNOWN if at < 0 else p._replace(dim=at)
 
@@ -457,9 +529,42 @@ def _written(node: fx.Node, state: State) -> State:
     return _mapped(state, move)
 
 
+def _put(node: fx.Node, name: str, of: Any) -> State:
+    """The places in what an op puts into its first operand, which has the same dimensions."""
+    first = fx_utils.operand(node, 0, "input", "self")
+    shape = _shape(first) or ()
+    taken: Sequence[int] = range(len(shape))
+    if name in _PUTS:
+        where, position = _PUTS[name]
+        value = fx_utils.operand(node, position, "source", "src", "value")
+        if where is not None:
+            taken = [_dim(first, fx_utils.operand(node, where, "dim"))]
+    else:
+        indices, value = fx_utils.operand(node, 1, "indices"), fx_utils.operand(node, 2, "values")
+        taken = [dim for dim, index in enumerate(indices) if index is not None]
+        if _shape(value) != shape:
+            return _unknown([of(value)])
+    if not isinstance(value, fx.Node):
+        return {}
+    put = _mapped(of(value), lambda p: UNKNOWN if p.dim in taken else p)
+    return _in_part(put, _shape(value), shape)
+
+
+def _in_part(state: State, given: Any, shape: Any) -> State:
+    """The places of a value in one of as many dimensions that it is a part of."""
+    if given is None or shape is None or len(given) != len(shape):
+        return _unknown([state])
+    return _mapped(state, lambda p: p if given[p.dim] == shape[p.dim] else UNKNOWN)
+
+
 def _is_whole(part: slice, size: int) -> bool:
     ends = (part.start in (None, 0), part.stop is None or part.stop == size, part.step in (None, 1))
     return all(ends)
+
+
+def _is_float(node: fx.Node) -> bool:
+    value = fx_utils.tensor_meta(node)
+    return value is not None and value.dtype.is_floating_point
 
 
 def _is_bool(node: fx.Node) -> bool:
@@ -479,7 +584,7 @@ def _mapped(state: State, move: Any) -> State:
 def _shape(node: Any) -> tuple[int, ...] | None:
     """The sizes that a value was traced with, None for what is no tensor or depends on data."""
     value = fx_utils.tensor_meta(node)
-    if value is None:
+    if value is None or value.is_nested:
         return None
     sizes = [s.node.hint if isinstance(s, torch.SymInt) else s for s in value.shape]
     return None if any(s is None for s in sizes) else tuple(map(int, sizes))
@@ -491,10 +596,6 @@ def _dim(value: Any, dim: int) -> int:
 
 def _body(node: fx.Node) -> fx.GraphModule | None:
     return fx_utils.called_bodies(node)[0] if fx_utils.body_operands(node) else None
-
-
-def _is_in_place(name: str) -> bool:
-    return name in fx_utils.IN_PLACE_ADD or (name.endswith("_") and not name.endswith("__"))
 
 
 _PYTHONS = frozenset(

@@ -58,6 +58,7 @@ INSIDE_A_BRANCH = "inside the branch of a site"
 EARLIER_VALUE = "adds an earlier value of the stream, or forms of one value"
 JOINED = "joins streams that were kept side by side"
 OPAQUE = "an op whose body no graph shows"
+IN_AN_OP = "a sum in the body of a library's op"
 MODULATED = "adds to a stream what does not read it"
 SCORES = "attention scores: only softmax reads it"
 MIXED_VALUES = "queries, keys or values: only attention reads it"
@@ -170,10 +171,11 @@ class SumAccount:
 
     def _settle(self, add: fx.Node) -> SumEntry | None:
         """The entry of a sum that the user has said something of."""
-        said = self.settled(add)
+        call = self.program.inside.get(add)
+        said = self.settled(add) or (self.settled(call) if call is not None else "")
         if said == "leave":
             return SumEntry(add, "left", SETTLED, settled=True)
-        if said != "drop":
+        if said != "drop" or call is not None:
             return None
         shared = self._common(add)
         addends = self.ways.addends(add)
@@ -189,23 +191,34 @@ class SumAccount:
         return SumEntry(add, "site", settled=True)
 
     def _may_hold_a_sum(self, node: fx.Node) -> bool:
-        """Whether an op that is not known by its name returns a value of an input's shape."""
-        if not self.ways.is_opaque(node) or fx_utils.tensor_meta(node) is None or ndim_of(node) < 2:
+        """Whether an op that is not known by its name makes a value of an input's shape.
+
+        It may return several, or write into what it is given and return none.
+        """
+        if not self.ways.is_opaque(node):
             return False
-        return any(
-            n in self.ways.live and has_shape(n, shape_of(node)) for n in node.all_input_nodes
-        )
+        inputs = [n for n in node.all_input_nodes if n in self.ways.live and ndim_of(n) >= 2]
+        value = node.meta.get("example_value", node.meta.get("val"))
+        made = value if isinstance(value, tuple | list) else (value,)
+        shapes = [v.shape for v in made if isinstance(v, torch.Tensor)]
+        return any(not shapes or any(has_shape(n, s) for s in shapes) for n in inputs)
 
     def _judge_opaque(self, node: fx.Node) -> SumEntry | None:
         """What an opaque op on the spine is: with parameters it may be a whole residual step."""
         inputs = [n for n in node.all_input_nodes if n in self.ways.live]
-        shared = self._common(node, inputs=inputs) if len(inputs) > 1 else None
-        if shared is None and not any(n in self.ways.parameters for n in node.all_input_nodes):
+        is_shared = any(
+            self._common(node, inputs=[a, *(n for n in inputs if n is not a)]) is not None
+            for a in inputs
+            if len(inputs) > 1 and ndim_of(a) >= 2
+        )
+        if not is_shared and not any(n in self.ways.parameters for n in node.all_input_nodes):
             return None
         name = fx_utils.op_name(node) or str(node.target)
         if self.settled(node) == "leave":
             return SumEntry(node, "left", SETTLED, settled=True)
-        return SumEntry(node, "unexplained", OPAQUE, seen=f"the body of {name} is not seen")
+        why = self.program.unseen.get(node, "")
+        seen = f"the body of {name} is not seen{f' ({why})' * bool(why)}"
+        return SumEntry(node, "unexplained", OPAQUE, seen)
 
     def _add_general(self, site: General) -> None:
         self.branches.setdefault(site.add, set()).update(site.branches)
@@ -225,7 +238,8 @@ class SumAccount:
         """
         addends = list(inputs) or self.ways.addends(add)
         blocked = set(blocked)
-        shape = shape_of(addends[0] if fx_utils.op_name(add) in SUMS_OVER_DIM else add)
+        is_shape_of_first = bool(inputs) or fx_utils.op_name(add) in SUMS_OVER_DIM
+        shape = shape_of(addends[0] if is_shape_of_first else add)
         labels = [self.ways.labels(a, blocked) for a in addends]
         for _ in range(_MAX_COMMON_VALUES):
             common = [
@@ -272,6 +286,8 @@ class SumAccount:
         seen = _said(found)
         hides = stack_summed_by(add) is not None or fx_utils.op_name(add) in SUMS_OVER_DIM
         hides |= bool(self.ways.product_addends(add))
+        if add in self.program.inside:  # which no pass can reach
+            return SumEntry(add, "unexplained", IN_AN_OP, seen)
         if not skips or not all(map(_can_be_dropped, branches)) or hides:
             return SumEntry(add, "unexplained", seen=seen)
         self._add_general(General(add, branches, skips[0], root))

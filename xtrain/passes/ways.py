@@ -133,13 +133,12 @@ class Ways:
         """
         if node.op == "call_module":
             return True
-        target = node.target
-        if isinstance(target, torch._ops.HigherOrderOperator):
-            return bool(fx_utils.called_bodies(self.program.origin.get(node, node)))
-        if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
-            name = getattr(target, "namespace", "") or str(target).partition(".")[0]
-            return name not in ("aten", "prims", "xtrain", "torch_attn", "_c10d_functional")
-        return False
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            if fx_utils.op_name(node) in fx_utils.CONTRACTION:  # flex_attention
+                return False
+            bodies = fx_utils.called_bodies(self.program.origin.get(node, node))
+            return bool(bodies) or "place" in node.meta  # recorded, so that no body shows
+        return fx_utils.is_library_op(node.target)
 
     def addends(self, node: fx.Node) -> list[fx.Node]:
         """The activations that a node adds up, [] where it adds fewer than two."""

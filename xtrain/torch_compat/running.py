@@ -1,15 +1,15 @@
-"""What runs now: backward passes, dispatch modes, memory, streams; is Triton there."""
+"""What runs now: backward passes, dispatch modes, library ops, memory, streams; is Triton there."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -57,43 +57,12 @@ class RecordingMode(TorchDispatchMode):
     torch skips compilation under any other mode.
     """
 
+    supports_higher_order_operators = True
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Say so to Dynamo."""
         return True
-
-
-class FunctionWatch(TorchFunctionMode):
-    """Tell of each torch function that eager code calls: its name, its tensors, its result."""
-
-    def __init__(self, tell: Callable[[str, list[torch.Tensor], Any], None]):
-        super().__init__()
-        self._tell = tell
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the function, then tell of it."""
-        result = func(*args, **(kwargs or {}))
-        given = [*args, *(kwargs or {}).values()]
-        nested = [x for g in given for x in (g if isinstance(g, tuple | list) else (g,))]
-        tensors = [x for x in nested if isinstance(x, torch.Tensor)]
-        self._tell(getattr(func, "__name__", ""), tensors, result)
-        return result
-
-
-@contextmanager
-def unwatched() -> Iterator[None]:
-    """Suspend a FunctionWatch: Dynamo would trace it into the graphs that are called inside."""
-    from torch.overrides import _get_current_function_mode, _pop_mode, _push_mode
-
-    mode = _get_current_function_mode()
-    if not isinstance(mode, FunctionWatch):
-        yield
-        return
-    _pop_mode()
-    try:
-        yield
-    finally:
-        _push_mode(mode)
 
 
 def real_tensors() -> Any:
@@ -101,6 +70,57 @@ def real_tensors() -> Any:
     from torch.utils._python_dispatch import _disable_current_modes
 
     return _disable_current_modes()
+
+
+# A row of the dispatcher's table: "CPU: registered at FILE:LINE [kernel]".
+_REGISTERED = re.compile(r"^(\w+): (?:\w+ )*registered at (.+):\d+ \[(.+)\]", re.M)
+
+
+def hidden_kernel(op: torch._ops.OpOverload, device_type: str) -> str:
+    """Return why no Python runs when an op is called on a device, "" where some does.
+
+    It may be its kernel, what is registered for autograd, or both.
+    """
+    key = torch._C._dispatch_key_for_device(device_type)
+    rows = {
+        row: (file, kind)
+        for row, file, kind in _REGISTERED.findall(torch._C._dispatch_dump_table(op.name()))
+    }
+    registered = [rows.get(k, ("", "")) for k in (key, f"Autograd{key}")]
+    is_composite = registered[0][1] == "math kernel"  # the dispatcher takes it apart, C++ too
+    if is_composite or any(file.endswith((".py", ">")) for file, _ in registered):
+        return ""
+    return f"its {key} kernel is no Python code"
+
+
+def run_kernel(
+    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str
+) -> Any:
+    """Call the kernel of an op on a device, past autograd and past whoever watches the op."""
+    key = getattr(torch._C.DispatchKey, torch._C._dispatch_key_for_device(device_type))
+    return op.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
+
+
+@contextmanager
+def without_memory(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Hand out tensors like these, fake or real, that have no memory; whoever asks for it raises.
+
+    Inside, whatever is made has none either, and torch.compile compiles nothing. Sizes may be
+    symbols: what the code asks of them is answered, and guards nothing.
+    """
+    from torch._functorch import config
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    environments = [t.fake_mode.shape_env for t in tensors if isinstance(t, FakeTensor)]
+    environment = next((e for e in environments if e is not None), None)
+    with config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
+        mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
+    guarding = nullcontext() if environment is None else environment.suppress_guards()
+    with guarding, mode, torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        yield [
+            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+            for t in tensors
+        ]
 
 
 def num_writes(tensor: torch.Tensor) -> int:
