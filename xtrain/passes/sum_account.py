@@ -32,6 +32,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from xtrain import torch_compat
 from xtrain.passes import fx_utils
 from xtrain.passes.branch_kind import branch_kind
 from xtrain.passes.own_dropouts import own_dropout
@@ -284,7 +285,7 @@ class SumAccount:
         """
         if node.op == "call_module":
             return True
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
+        if isinstance(node.target, torch_compat.HigherOrderOperator):
             if fx_utils.op_name(node) in fx_utils.CONTRACTION:  # flex_attention
                 return False
             bodies = fx_utils.called_bodies(self.program.origin.get(node, node))
