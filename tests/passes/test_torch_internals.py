@@ -86,3 +86,41 @@ def test_memory_is_that_of_the_views_of_a_tensor():
     found = []
     torch.func.vmap(lambda row: found.append(torch_compat.memory_of(row)) or row)(torch.ones(2, 3))
     assert found == [None]
+
+
+def test_what_a_call_in_a_graph_may_be_of():
+    add = torch.ops.aten.add
+    assert isinstance(add, torch_compat.OpOverloadPacket)
+    assert isinstance(add.Tensor, torch_compat.OpOverload)
+    assert isinstance(torch.ops.higher_order.cond, torch_compat.HigherOrderOperator)
+    schema = torch_compat.schema(torch.ops.aten.add_.Tensor)
+    written = [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments]
+    assert schema.name == "aten::add_" and written == [True, False, False]
+
+
+def test_copies_of_a_graph_keep_what_dynamo_noted_of_it():
+    found = []
+
+    def backend(module, _):
+        found.append(module)
+        return module
+
+    linear = torch.nn.Linear(2, 2)
+    torch.compile(linear, backend=backend)(torch.ones(2))
+    (module,) = found
+    graph = torch.fx.Graph()
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            copied = graph.placeholder(node.name)
+            torch_compat.copy_source(node, copied)
+            assert torch_compat.source_name(copied) == torch_compat.source_name(node) != ""
+    new = graph.placeholder("new")
+    torch_compat.has_no_source(new)
+    assert torch_compat.source_name(new) == ""
+    other = torch.nn.Module()
+    torch_compat.copy_marks(module, other)
+    for name in ("_param_name_to_source", "_backend_id"):
+        assert getattr(other, name, None) is getattr(module, name, None)
+    assert not torch_compat.is_erased(new)
+    graph.erase_node(new)
+    assert torch_compat.is_erased(new)

@@ -7,34 +7,40 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from xtrain import torch_compat
-
-if TYPE_CHECKING:
-    from xtrain.compiler.session import Session
+from xtrain.compiler.blocks import Blocks
 
 
 class Bypasses:
-    """What one compiled model has warned of."""
+    """What one compiled model has warned of.
 
-    def __init__(self, session: Session):
-        self._session = session
+    Args:     dropout: what was asked for; is_running: whether a compiled forward runs now.
+    """
+
+    def __init__(
+        self, model: nn.Module, blocks: Blocks, dropout: float, is_running: Callable[[], bool]
+    ):
+        self._model = model
+        self._blocks = blocks
+        self._dropout = dropout
+        self._is_running = is_running
         self._said: set[str] = set()
 
     def warn_of_evaluation(self, training: bool) -> None:
         """Take note of a forward without dropout: from_pretrained hands out models in eval mode."""
         if training or not self._is_asked_for() or torch_compat.in_backward():
             return
-        if any(parameter.requires_grad for parameter in self._session.model.parameters()):
-            name = type(self._session.model).__name__
+        if any(parameter.requires_grad for parameter in self._model.parameters()):
+            name = type(self._model).__name__
             self._warn(
                 "evaluation",
                 f"{name} ran with gradients in eval mode, so without the dropout of "
-                f"{self._session.options.dropout} that was asked for: call model.train() before "
+                f"{self._dropout} that was asked for: call model.train() before "
                 "training, or evaluate under torch.no_grad()",
             )
 
@@ -43,7 +49,7 @@ class Bypasses:
 
         Its `self` is the model itself, whose forward has no dropout.
         """
-        if not self._session.model.training or not self._is_asked_for() or name in self._said:
+        if not self._model.training or not self._is_asked_for() or name in self._said:
             return method
 
         @functools.wraps(method.__func__)
@@ -51,22 +57,21 @@ class Bypasses:
             with self._watching(name):
                 return method(*args, **kwargs)
 
-        return MethodType(watch, self._session.model)
+        return MethodType(watch, self._model)
 
     def _is_asked_for(self) -> bool:
-        return self._session.options.dropout > 0 and torch.is_grad_enabled()
+        return self._dropout > 0 and torch.is_grad_enabled()
 
     @contextmanager
     def _watching(self, name: str) -> Iterator[None]:
-        session = self._session
-        parts = {session.model, *map(session.model.get_submodule, session.blocks.paths)}
+        parts = {self._model, *map(self._model.get_submodule, self._blocks.paths)}
 
         def before(module: nn.Module, args: Any) -> None:
-            if module in parts and module.training and not session.is_running:
+            if module in parts and module.training and not self._is_running():
                 if self._is_asked_for():
                     self._warn(
                         name,
-                        f"{type(session.model).__name__}.{name} called the model past its compiled "
+                        f"{type(self._model).__name__}.{name} called the model past its compiled "
                         "forward in training, so without dropout: call the compiled model and "
                         f"compute what {name} does of its output, or let {name} take the output",
                     )

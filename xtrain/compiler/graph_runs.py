@@ -76,7 +76,7 @@ class _Mode(torch_compat.PlainDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not isinstance(func, torch._ops.OpOverload):  # what runs bodies of its own
+        if not isinstance(func, torch_compat.OpOverload):  # what runs bodies of its own
             return func(*args, **kwargs)
         if self.in_double:
             if func is torch.ops.aten.view.dtype:
@@ -85,7 +85,7 @@ class _Mode(torch_compat.PlainDispatchMode):
         result = func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags and not self.has_redrawn:
             result = self._drawn(func, args, kwargs, result)
-        if func._schema.is_mutable:
+        if torch_compat.schema(func).is_mutable:
             return result
         if self.in_double:
             result = pytree.tree_map_only(Tensor, _wide, result)
@@ -97,7 +97,7 @@ class _Mode(torch_compat.PlainDispatchMode):
 
     def _drawn(self, func: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> Any:
         """The result of a random op with the numbers of the first run."""
-        if any(a.name == "dropout_p" for a in func._schema.arguments):
+        if any(a.name == "dropout_p" for a in torch_compat.schema(func).arguments):
             return result  # attention; what it drops, if anything, it draws within
         drawn = self.tape.next(func, result)
         self.has_redrawn = drawn is None
@@ -106,7 +106,7 @@ class _Mode(torch_compat.PlainDispatchMode):
         if func is torch.ops.aten.native_dropout.default:
             x, p = args[:2]
             return x * drawn[1] * (1.0 / (1.0 - p) if p < 1 else 0.0), drawn[1]
-        if func._schema.is_mutable:
+        if torch_compat.schema(func).is_mutable:
             return args[0].copy_(drawn)
         return drawn
 
@@ -229,12 +229,12 @@ def may_write(module: fx.GraphModule) -> bool:
             if account.writes_into(node):
                 return True
             target = node.target
-            if isinstance(target, torch._ops.OpOverloadPacket):
+            if isinstance(target, torch_compat.OpOverloadPacket):
                 overloads = [getattr(target, name) for name in target.overloads()]
             else:
-                overloads = [target] if isinstance(target, torch._ops.OpOverload) else []
-            bodies = isinstance(target, torch._ops.HigherOrderOperator)
-            if any(o._schema.is_mutable for o in overloads):
+                overloads = [target] if isinstance(target, torch_compat.OpOverload) else []
+            bodies = isinstance(target, torch_compat.HigherOrderOperator)
+            if any(torch_compat.schema(o).is_mutable for o in overloads):
                 return True
             if bodies and fx_utils.op_name(node) not in fx_utils.TRANSPARENT_CALLS:
                 return True

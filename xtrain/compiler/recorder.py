@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from xtrain.compiler.seeds import SizeReader
+from xtrain.compiler.dynamic_shapes import SizeReader
 from xtrain.passes import fx_utils
 from xtrain.passes.find_sites import Found
 from xtrain.passes.program import (

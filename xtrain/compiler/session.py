@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -18,13 +17,11 @@ from xtrain.compiler.blocks import Blocks
 from xtrain.compiler.bypasses import Bypasses
 from xtrain.compiler.dynamic_shapes import ShapeWatch
 from xtrain.compiler.options import Options
+from xtrain.compiler.recorder import Recorder
 from xtrain.compiler.report import Report, Site, Verification
 from xtrain.compiler.samples import Samples
 from xtrain.compiler.settled import SettledSums
 from xtrain.compiler.step_keys import ReplayLedger, StepKey, StepKeys
-
-if TYPE_CHECKING:
-    from xtrain.compiler.recorder import Recorder
 
 # What to do about an op that a backend cannot trace.
 UNTRACEABLE = (
@@ -92,7 +89,7 @@ class Session:
         self.ledger: ReplayLedger[torch.Tensor] = ReplayLedger()
         if options.logits == "drop" and (options.kernels == "off" or options.backend == "eager"):
             self.note("logits are kept: kernels='off' and backend='eager' swap no head and loss")
-        self.bypasses = Bypasses(self)
+        self.bypasses = Bypasses(model, self.blocks, options.dropout, lambda: self.is_running)
         self._local = threading.local()
         self._owners: dict[int, str | None] = {}
         self._homes: dict[Site, nn.Module] = {}

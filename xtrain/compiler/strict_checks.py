@@ -5,19 +5,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from xtrain import torch_compat
 from xtrain.compiler.graph_breaks import BY_CHANCE, breaks_said
+from xtrain.compiler.recorder import Recorder
 from xtrain.compiler.session import Call, Session, SiteError, not_there
 from xtrain.compiler.uncovered import cause_said, counted, left_to_eager, refusal, unexplained
 from xtrain.passes import INSERT_RESIDUAL_DROPOUT
-
-if TYPE_CHECKING:
-    from xtrain.compiler.recorder import Recorder
 
 
 def check_model_unchanged(session: Session) -> None:
@@ -40,8 +38,6 @@ def recording(
     if call is None or not session.is_recording_wanted or torch_compat.in_backward():
         yield None
         return
-    from xtrain.compiler.recorder import Recorder
-
     session.is_recording_wanted = False
     session.recorder = recorder = Recorder(inputs)
     try:

@@ -205,8 +205,8 @@ class _Reader:
 def _target_name(node: fx.Node) -> str:
     if node.op in ("call_method", "get_attr", "call_module"):
         return str(node.target)
-    if isinstance(node.target, torch._ops.OpOverload):
-        namespace, _, name = node.target._schema.name.partition("::")
+    if isinstance(node.target, torch_compat.OpOverload):
+        namespace, _, name = torch_compat.schema(node.target).name.partition("::")
         return f"{namespace}.{name}"
     return fx_utils.op_name(node) or str(node.target)
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from xtrain import torch_compat
 from xtrain.ops.registry import Op
 from xtrain.passes import fx_utils
 from xtrain.passes.match import Refused, dtype_of, name_of
@@ -165,7 +166,7 @@ def erase_dead(node: fx.Node) -> None:
     pending = [node]
     while pending:
         dead = pending.pop()
-        if dead._erased or dead.users or fx_utils.op_name(dead) not in _PURE:
+        if torch_compat.is_erased(dead) or dead.users or fx_utils.op_name(dead) not in _PURE:
             continue
         pending += dead.all_input_nodes
         dead.graph.erase_node(dead)

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from xtrain import torch_compat
+
 # Names that a tensor op can have in a Dynamo graph or an aten graph, by what it does.
 ADD = frozenset({"add", "add_", "iadd", "__add__", "__iadd__", "__radd__"})
 IN_PLACE_ADD = frozenset({"add_", "iadd", "__iadd__"})
@@ -126,9 +128,9 @@ def op_name(node: fx.Node) -> str:
         return str(target)
     if node.op != "call_function":
         return ""
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.name.split("::")[-1]
-    if isinstance(target, torch._ops.HigherOrderOperator | torch._ops.OpOverloadPacket):
+    if isinstance(target, torch_compat.OpOverload):
+        return torch_compat.schema(target).name.split("::")[-1]
+    if isinstance(target, torch_compat.HigherOrderOperator | torch_compat.OpOverloadPacket):
         return target.__name__
     if target in _OPERATOR_NAMES:
         return _OPERATOR_NAMES[target]
@@ -137,7 +139,7 @@ def op_name(node: fx.Node) -> str:
 
 def is_library_op(target: object) -> bool:
     """Whether an op is neither torch's nor ours, so that its name does not say what it does."""
-    if not isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+    if not isinstance(target, torch_compat.OpOverload | torch_compat.OpOverloadPacket):
         return False
     name = getattr(target, "namespace", "") or str(target).partition(".")[0]
     return name not in _KNOWN_LIBRARIES
@@ -163,10 +165,10 @@ def written_operands(node: fx.Node) -> list[fx.Node]:
     target, written = node.target, []
     if node.op not in ("call_function", "call_method"):
         return []
-    if isinstance(target, torch._ops.OpOverloadPacket) and len(target.overloads()) == 1:
+    if isinstance(target, torch_compat.OpOverloadPacket) and len(target.overloads()) == 1:
         target = getattr(target, target.overloads()[0])
-    if isinstance(target, torch._ops.OpOverload):
-        for i, argument in enumerate(target._schema.arguments):
+    if isinstance(target, torch_compat.OpOverload):
+        for i, argument in enumerate(torch_compat.schema(target).arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 written += _nodes(operand(node, i, argument.name))
         return written
@@ -211,7 +213,7 @@ def tensor_meta(node: object) -> torch.Tensor | None:
 def called_bodies(node: fx.Node) -> list[fx.GraphModule]:
     """Return every graph that a higher-order call may run, wherever it stands in the arguments."""
     bodies = []
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
+    if isinstance(node.target, torch_compat.HigherOrderOperator):
         for argument in node.all_input_nodes:
             if argument.op == "get_attr":
                 body = _get_attribute(node.graph.owning_module, str(argument.target))
@@ -303,7 +305,7 @@ def clone_graph(module: fx.GraphModule) -> fx.GraphModule:
 
     Dynamo keeps the original for guards and for a second call of the backend, so it is never
     touched. Parameters and constants are shared, and what AOTAutograd looks up is carried over:
-    node meta, the source of each placeholder, `_param_name_to_source` and the module's meta.
+    node meta, the source of each placeholder, and Dynamo's marks and meta of the module.
     """
     graph = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
@@ -313,16 +315,13 @@ def clone_graph(module: fx.GraphModule) -> fx.GraphModule:
     new_output = graph.output(output, getattr(source_output, "type", None))
     new_output.meta = dict(source_output.meta)
     for old, new in mapping.items():
-        if hasattr(old, "_dynamo_source"):
-            new._dynamo_source = old._dynamo_source
+        torch_compat.copy_source(old, new)
         if old.op == "get_attr":
             body = _get_attribute(module, str(old.target))
             if isinstance(body, fx.GraphModule):
                 setattr(result, str(old.target), clone_graph(body))
     result.meta = dict(module.meta)
-    for name in ("_param_name_to_source", "_backend_id"):
-        if hasattr(module, name):
-            setattr(result, name, getattr(module, name))
+    torch_compat.copy_marks(module, result)
     result.recompile()
     return result
 

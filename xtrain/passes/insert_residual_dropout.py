@@ -287,7 +287,7 @@ def _seeds_input(graph: fx.Graph) -> fx.Node:
     first_op = next(n for n in graph.nodes if n.op != "placeholder")
     with graph.inserting_before(first_op):
         node = graph.placeholder(SEEDS)
-    node._dynamo_source = None  # AOTAutograd asks for it by name
+    torch_compat.has_no_source(node)
     _set_value(node, _fake_seeds(graph))
     return node
 

@@ -184,8 +184,7 @@ class Program:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
         copied = self.graph.create_node(node.op, node.target, args, kwargs, node.name)
         copied.meta = node.meta
-        if hasattr(node, "_dynamo_source"):
-            copied._dynamo_source = node._dynamo_source
+        torch_compat.copy_source(node, copied)
         self.origin[copied] = node
         return copied
 

@@ -16,18 +16,18 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from xtrain import torch_compat
 from xtrain.ops import OPS
 from xtrain.ops.dropout_add_rms_norm import KERNEL_GRADS
-from xtrain.torch_compat import says_opaque
 
 BACKWARD = OPS["dropout_add_rms_norm"].backward
-_GRAD_Y = [argument.name for argument in BACKWARD._schema.arguments].index("grad_y")
+_GRAD_Y = [argument.name for argument in torch_compat.schema(BACKWARD).arguments].index("grad_y")
 
 
 def split_gradient_sums(graph: fx.Graph) -> None:
     """Split the sums that reach opaque dropout_add_rms_norm_backward calls, in place."""
     for node in graph.find_nodes(op="call_function", target=BACKWARD):
-        if not says_opaque(node):
+        if not torch_compat.says_opaque(node):
             continue
         grads = list(node.args[_GRAD_Y])
         sums: list[fx.Node] = []

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from torch import fx
 
+from xtrain import torch_compat
 from xtrain.passes.account import Account, accounts_of
 from xtrain.passes.match import Refused
 from xtrain.passes.result import PassResult
@@ -24,7 +25,7 @@ def swap_each(graph: fx.Graph, swap: Swap) -> PassResult:
     assert module is not None
     for part, account in accounts_of(module):
         for node in list(part.graph.nodes):
-            if node._erased or node.op not in ("call_function", "call_method"):
+            if torch_compat.is_erased(node) or node.op not in ("call_function", "call_method"):
                 continue
             try:
                 form = swap(node, account)

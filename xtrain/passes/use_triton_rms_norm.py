@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from xtrain import torch_compat
 from xtrain.ops import OPS
 from xtrain.ops.dropout import compute_dtype
 from xtrain.passes.account import Account
@@ -127,7 +128,7 @@ def _ones(x: fx.Node, like: fx.Node) -> fx.Node:
 
 def _match_call(node: fx.Node) -> Norm | None:
     """F.rms_norm computes in fp32 up to its result, which has x's dtype."""
-    if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "xtrain":
+    if isinstance(node.target, torch_compat.OpOverload) and node.target.namespace == "xtrain":
         return None
     x = operand(node, 0, "input")
     shape = operand(node, 1, "normalized_shape")

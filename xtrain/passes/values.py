@@ -201,7 +201,7 @@ def is_absent_dropout(node: fx.Node) -> bool:
 def is_xtrain_op(node: fx.Node) -> bool:
     """Return whether a node calls one of xtrain's own ops."""
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and target.namespace == "xtrain"
+    return isinstance(target, torch_compat.OpOverload) and target.namespace == "xtrain"
 
 
 def is_parameter(node: fx.Node) -> bool:

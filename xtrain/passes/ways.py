@@ -15,6 +15,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from xtrain import torch_compat
 from xtrain.passes import fx_utils
 from xtrain.passes.program import Program, is_item, written_into
 from xtrain.passes.roots import mixed_streams
@@ -133,7 +134,7 @@ class Ways:
         """
         if node.op == "call_module":
             return True
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
+        if isinstance(node.target, torch_compat.HigherOrderOperator):
             if fx_utils.op_name(node) in fx_utils.CONTRACTION:  # flex_attention
                 return False
             bodies = fx_utils.called_bodies(self.program.origin.get(node, node))

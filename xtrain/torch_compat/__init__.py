@@ -6,6 +6,8 @@ and forward mode. Nothing imports inductor before a compile does: `import xtrain
 as `import torch`.
 """
 
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+
 from xtrain.torch_compat.backends import (
     active_ddp_module,
     add_compile_cache_tag,
@@ -22,11 +24,15 @@ from xtrain.torch_compat.dynamo import (
     SET_GRAD_ENABLED,
     argument_error,
     backend_cause,
+    copy_marks,
+    copy_source,
     fresh_entry,
     graph_breaks,
     guarded_float,
+    has_no_source,
     holds,
     ignore_logging_calls,
+    is_erased,
     is_for_dynamo,
     is_graph_break,
     mark_dynamic,
@@ -69,6 +75,7 @@ from xtrain.torch_compat.running import (
     real_tensors,
     run_kernel,
     running_sequence_number,
+    schema,
     without_memory,
 )
 from xtrain.torch_compat.transforms import (
@@ -79,13 +86,15 @@ from xtrain.torch_compat.transforms import (
 )
 
 __all__ = [
-    "is_transformed",
     "ENTER_AUTOCAST",
     "ENTER_INFERENCE_MODE",
     "OPAQUE",
+    "SET_GRAD_ENABLED",
+    "HigherOrderOperator",
+    "OpOverload",
+    "OpOverloadPacket",
     "PlainDispatchMode",
     "RecordingMode",
-    "SET_GRAD_ENABLED",
     "StorageRef",
     "active_ddp_module",
     "add_compile_cache_tag",
@@ -97,6 +106,8 @@ __all__ = [
     "cache_key_tag",
     "call_in_inductors_code",
     "cause_of",
+    "copy_marks",
+    "copy_source",
     "ddp_backend",
     "empty_strided",
     "fake_like_inputs",
@@ -106,6 +117,7 @@ __all__ = [
     "fresh_entry",
     "graph_breaks",
     "guarded_float",
+    "has_no_source",
     "has_triton",
     "hidden_kernel",
     "holds",
@@ -114,11 +126,13 @@ __all__ = [
     "in_function_transform",
     "inner_backend",
     "interpreting_backend",
+    "is_erased",
     "is_for_dynamo",
     "is_graph_break",
     "is_mapped_in_part",
     "is_missing_compiler",
     "is_observed",
+    "is_transformed",
     "kernel_starter",
     "last_sequence_number",
     "leaves_code_to_eager",
@@ -134,6 +148,7 @@ __all__ = [
     "run_kernel",
     "running_sequence_number",
     "says_opaque",
+    "schema",
     "source_name",
     "trace_config",
     "trace_overrides",

@@ -103,6 +103,29 @@ def source_name(node: torch.fx.Node) -> str:
     return str(name() if callable(name) else name)  # a method up to torch 2.11
 
 
+def copy_source(node: torch.fx.Node, copied: torch.fx.Node) -> None:
+    """Let a copy of a placeholder come from where the placeholder does."""
+    if hasattr(node, "_dynamo_source"):
+        copied._dynamo_source = node._dynamo_source
+
+
+def has_no_source(node: torch.fx.Node) -> None:
+    """Say of a new placeholder that it comes from nowhere: AOTAutograd asks for it by name."""
+    node._dynamo_source = None
+
+
+def copy_marks(module: torch.nn.Module, copied: torch.nn.Module) -> None:
+    """Let a copy of a graph module have what AOTAutograd looks up on Dynamo's own."""
+    for name in ("_param_name_to_source", "_backend_id"):
+        if hasattr(module, name):
+            setattr(copied, name, getattr(module, name))
+
+
+def is_erased(node: torch.fx.Node) -> bool:
+    """Whether a node has been taken out of its graph."""
+    return node._erased
+
+
 @contextmanager
 def trace_config(symbols: Sequence[str] = (), **overrides: Any) -> Iterator[None]:
     """Patch Dynamo's configuration for the frames that are traced inside the context.

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -72,11 +73,16 @@ def real_tensors() -> Any:
     return _disable_current_modes()
 
 
+def schema(op: OpOverload) -> torch.FunctionSchema:
+    """Return what an op says of itself: its name, its arguments and which of them it writes."""
+    return op._schema
+
+
 # A row of the dispatcher's table: "CPU: registered at FILE:LINE [kernel]".
 _REGISTERED = re.compile(r"^(\w+): (?:\w+ )*registered at (.+):\d+ \[(.+)\]", re.M)
 
 
-def hidden_kernel(op: torch._ops.OpOverload, device_type: str) -> str:
+def hidden_kernel(op: OpOverload, device_type: str) -> str:
     """Return why no Python runs when an op is called on a device, "" where some does.
 
     It may be its kernel, what is registered for autograd, or both.
@@ -94,7 +100,7 @@ def hidden_kernel(op: torch._ops.OpOverload, device_type: str) -> str:
 
 
 def run_kernel(
-    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str
+    op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str
 ) -> Any:
     """Call the kernel of an op on a device, past autograd and past whoever watches the op."""
     key = getattr(torch._C.DispatchKey, torch._C._dispatch_key_for_device(device_type))
