@@ -18,15 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tabulate import tabulate
 
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from bench import drift_devices  # noqa: E402
-from bench.drift_margins import Margins, gather, margins_text, ratio_text  # noqa: E402
+from bench.drift.records import Margins, gather, machines, margins_text, ratio_text  # noqa: E402
 from bench.harness import git_commit  # noqa: E402
+from bench.report import table  # noqa: E402
 from xtrain.drift.factors import run_child  # noqa: E402
 from xtrain.drift.record_folder import Record  # noqa: E402
 
@@ -221,7 +220,7 @@ def page(ops, bisects, margins: Margins, environment: dict, args) -> str:
         _threads(ops["threads=1,2"], bisects["short"]),
         "## Can a token flip",
         margins_text(margins, "default against avx2", args.tokens),
-        drift_devices.section(args.work, args.gpu, pieces) if args.gpu else "",
+        machines(args.work, args.gpu, pieces) if args.gpu else "",
         "## Not measured",
         "More than two threads: this machine has two cores.",
         "## Reproduce",
@@ -276,7 +275,7 @@ def _bisect_table(found: dict) -> str:
         for run in found["runs"]
     ]
     headers = ("run", "set of equal bits", "verdict", "first difference", "size", "max shift")
-    return tabulate(rows, headers, tablefmt="github", disable_numparse=True)
+    return table(headers, rows)
 
 
 def _lines(found: dict) -> str:
@@ -297,15 +296,13 @@ def _ops_table(setting: str, ops: list) -> str:
     moved = sorted((row for row in ops if row["first"]), key=lambda row: row["first"])
     rows = [(f"`{row['op']}`", row["first"], f"`{row['picture'][:32]}`") for row in moved]
     same = ", ".join(f"`{row['op']}`" for row in ops if row["first"] is None)
-    table = tabulate(
-        rows, ("op", "differs from row length", "row lengths 1 to 32"), tablefmt="github"
-    )
+    headers = ("op", "differs from row length", "row lengths 1 to 32")
     name, _, values = setting.partition("=")
     dtype = ", bf16" if name.startswith("ONEDNN") else ""
     title = f"**{name}: {' against '.join(values.split(','))}**, 64 rows{dtype}."
     if not rows:
         return f"{title} Every op keeps its bits at every length."
-    return f"{title}\n\n{table}\n\nEqual at every length: {same}."
+    return f"{title}\n\n{table(headers, rows)}\n\nEqual at every length: {same}."
 
 
 def _threads(ops: list, short: dict) -> str:

@@ -1,4 +1,4 @@
-"""The report of bench/compare.py, from made-up outcomes whose figures are known."""
+"""The reports of training steps, from made-up outcomes whose figures are known."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # bench/ is no installed package
 
-from bench import harness  # noqa: E402
-from bench.compare_report import HEADERS, Results, build_report  # noqa: E402
-from bench.turns import Outcome, Plan  # noqa: E402
-from bench.variants import DEFAULT_VARIANTS, Setting  # noqa: E402
+from bench import report as bench_report  # noqa: E402
+from bench.train import report as train_report  # noqa: E402
+from bench.train.report import Results, build_report, draw_losses  # noqa: E402
+from bench.train.turns import Outcome, Plan  # noqa: E402
+from bench.train.variants import KINDS, LLAMA_SHAPES, Setting  # noqa: E402
 
 TINY = Setting(
     preset="tiny",
@@ -23,10 +24,10 @@ TINY = Setting(
     seq=16,
     vocab=16,
     dropout=0.1,
-    recompute="none",
     device="cpu",
     dtype="fp32",
 )
+DEFAULT_VARIANTS = KINDS["transformer"].default
 
 
 def outcome(step_ms, *, loss_shift=0.0, masks=None, error=None, blocks=7):
@@ -64,7 +65,7 @@ def sample_report(outcomes=None, setting=TINY):
 
 def cells(report, label):
     row = next(row for row in report.rows if row[0] == label)
-    return dict(zip(HEADERS, row, strict=True))
+    return dict(zip(report.headers, row, strict=True))
 
 
 def test_a_row_holds_what_was_measured():
@@ -148,7 +149,55 @@ def test_markdown_and_json(tmp_path):
 
 
 def test_json_holds_no_nan():
-    assert harness.plain({"a": math.nan, "b": [1, 2.0, None, True, Path("x")]}) == {
+    assert bench_report.plain({"a": math.nan, "b": [1, 2.0, None, True, Path("x")]}) == {
         "a": None,
         "b": [1, 2.0, None, True, "x"],
     }
+
+
+# --- transformers' Llama --------------------------------------------------------------------------
+
+
+def test_claims_and_ratios_follow_from_the_times(tmp_path):
+    """Times of 120, 110, 100 and 99 ms: 1.2, 1.1 and 0.99 x."""
+    times = {"torch": 120.0, "liger": 110.0, "xtrain": 100.0, "own": 99.0}
+    swaps = {"use_triton_rope": "2 of 2"}
+    outcomes = {
+        name: Outcome(
+            blocks=[[[ms] * 3, [ms] * 3] for _ in range(7)],
+            first={"first_step_s": 10.0, "passes_ms": 600.0, "swaps": swaps, "losses": [3.0]},
+            final={"losses": [3.0, 2.0 + ms / 1e3], "num_recompiles": 0, "peak_memory_gib": 1.0},
+        )
+        for name, ms in times.items()
+    }
+    outcomes["xtrain-p0"] = Outcome(final={"losses": [3.0, 2.15]})
+    outcomes["blocks"] = Outcome(first={"first_step_s": 4.0})
+    outcomes["liger-torch"] = Outcome(error="first_steps: Unsupported: x")
+    shape = LLAMA_SHAPES["1b"]
+    llama = replace(TINY, preset="1b", model="llama", shape=shape, device="cuda")
+    plan = Plan(tuple(outcomes), 7, 3, 1)
+    report = build_report(llama, plan, {"gpu": "NVIDIA H200"}, outcomes, "python bench/...")
+    assert [(c[1], c[2], c[3]) for c in report.checks] == [
+        (">= 1.20", "1.200 [1.200, 1.200]", "met"),
+        (">= 1.12", "1.100 [1.100, 1.100]", "missed"),
+        (">= 0.98", "0.990 [0.990, 0.990]", "met"),
+        ("<= 5%", "6.0%", "missed"),
+        ("<= 0.50", "0.40", "met"),
+        ("<= 2 x Liger's, 0.01", "0.015", "missed"),
+    ]
+    text = report.markdown()
+    assert "failed: first_steps: Unsupported: x" in text and "use_triton_rope 2 of 2" in text
+    assert "losses of all steps stay within 0.01 of torch.compile's" in text  # Liger's
+    assert report.data["variants"]["torch"]["losses"] == [3.0, 2.12]
+    draw_losses(tmp_path / "curves.png", llama, outcomes)
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
+def test_every_claim_and_default_names_a_variant():
+    for (model, _), claims in [
+        *train_report.SPEED_CLAIMS.items(),
+        *train_report.COST_CLAIMS.items(),
+    ]:
+        kind = KINDS[model]
+        assert {n for claim in claims for n in claim[:2]} <= set(kind.default)
+        assert set(kind.default) <= set(kind.variants)

@@ -17,20 +17,17 @@ from bench.ops.common import (
     NEVER_SLOWER,
     OUR_ERROR_FACTOR,
     OURS,
+    Bench,
     Case,
     Inputs,
     NotThere,
     Provider,
     Target,
     forward_and_backward,
-    our_op,
 )
+from xtrain.ops import OPS
 
-OP = "sdpa"
-QUESTION = "Does attention take the fastest kernel there is, and is ours as fast as flex_attention?"
 TRITON, CUDNN, FLASH, FLEX = "xtrain, Triton", "cuDNN", "flash", "flex, compiled"
-MODES = ("forward", "both")
-VERSUS = (FLEX, CUDNN)
 CASES = {  # shape: B, N, M, T, H
     "cuda": [
         Case("B8 H16 S2048 D64", (8, 16, 16, 2048, 64), torch.bfloat16),
@@ -89,8 +86,7 @@ def flex(case: Case) -> Callable[..., Tensor]:
 
 
 def ours(case: Case) -> Callable[..., Tensor]:
-    public = our_op(OP).public
-    return lambda q, k, v: public(q, k, v, causal=True)
+    return lambda q, k, v: OPS["sdpa"].public(q, k, v, causal=True)
 
 
 class TritonAttention(torch.autograd.Function):
@@ -125,25 +121,6 @@ def our_kernel(case: Case) -> Callable[..., Tensor]:
     return TritonAttention.apply
 
 
-PROVIDERS = {
-    EAGER: Provider(torchs_own),
-    CUDNN: Provider(library("CUDNN_ATTENTION")),
-    FLASH: Provider(library("FLASH_ATTENTION")),
-    FLEX: Provider(flex),
-    TRITON: Provider(our_kernel, error_factor=OUR_ERROR_FACTOR),
-    OURS: Provider(ours, error_factor=OUR_ERROR_FACTOR),
-}
-TARGETS = [
-    Target("within 2% of the fastest", NEVER_SLOWER, BEST_OTHER, mode="forward"),
-    Target("within 2% of the fastest", NEVER_SLOWER, BEST_OTHER),
-    Target("at least as fast as flex_attention", 1.0, FLEX, of=TRITON),
-]
-
-
-def num_bytes(case: Case, mode: str) -> None:
-    return None
-
-
 def num_flops(case: Case, mode: str) -> int:
     """Two products forward, five backward (one recomputed), over the causal half."""
     B, N, _, T, H = case.shape
@@ -174,10 +151,6 @@ def explicit(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scores.masked_fill(later, float("-inf")).softmax(-1) @ v
 
 
-def plain(case: Case) -> Callable[..., Tensor]:
-    return explicit
-
-
 def plain_results(case: Case, inputs: Inputs) -> list[Tensor]:
     return forward_and_backward(explicit, _one_group(case, inputs))
 
@@ -203,3 +176,34 @@ def form(case: Case, inputs: Inputs) -> str:
     from xtrain.ops.sdpa import sdpa_backend
 
     return f"takes {sdpa_backend(*inputs.args, causal=True)}"
+
+
+BENCHES = (
+    Bench(
+        op="sdpa",
+        question="Does attention take the fastest kernel there is, and is ours as fast as "
+        "flex_attention?",
+        cases=CASES,
+        make_inputs=make_inputs,
+        plain=lambda case: explicit,
+        providers={
+            EAGER: Provider(torchs_own),
+            CUDNN: Provider(library("CUDNN_ATTENTION")),
+            FLASH: Provider(library("FLASH_ATTENTION")),
+            FLEX: Provider(flex),
+            TRITON: Provider(our_kernel, error_factor=OUR_ERROR_FACTOR),
+            OURS: Provider(ours, error_factor=OUR_ERROR_FACTOR),
+        },
+        targets=[
+            Target("within 2% of the fastest", NEVER_SLOWER, BEST_OTHER, mode="forward"),
+            Target("within 2% of the fastest", NEVER_SLOWER, BEST_OTHER),
+            Target("at least as fast as flex_attention", 1.0, FLEX, of=TRITON),
+        ],
+        num_flops=num_flops,
+        truth=truth,
+        form=form,
+        trim=trim,
+        plain_results=plain_results,
+        versus=(FLEX, CUDNN),
+    ),
+)

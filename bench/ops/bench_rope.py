@@ -12,28 +12,19 @@ from torch import Tensor
 
 from bench.ops.common import (
     COPY,
-    EAGER,
-    INDUCTOR,
-    LIGER,
-    OUR_ERROR_FACTOR,
-    OURS,
-    SEE_THROUGH,
+    Bench,
     Case,
     Inputs,
     NotThere,
-    Provider,
     Target,
-    compiled_provider,
     decomposed,
     liger,
     never_slower,
-    our_op,
-    truth_by,
+    usual_providers,
 )
+from xtrain.ops import OPS
 
-OP = "rope_qk"
-QUESTION = "Is the rotation of queries and keys at the memory limit?"
-MODES = ("forward", "both")
+OP = OPS["rope_qk"]
 
 
 def _case(
@@ -100,13 +91,11 @@ def plain(case: Case) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def seen_through(case: Case) -> Callable[..., tuple[Tensor, Tensor]]:
-    forward, layout = our_op(OP).forward, case.options["layout"]
-    return lambda q, k, cos, sin: forward(q, k, cos, sin, layout)
+    return lambda q, k, cos, sin: OP.forward(q, k, cos, sin, case.options["layout"])
 
 
 def ours(case: Case) -> Callable[..., tuple[Tensor, Tensor]]:
-    public, layout = our_op(OP).public, case.options["layout"]
-    return lambda q, k, cos, sin: public(q, k, cos, sin, layout=layout)
+    return lambda q, k, cos, sin: OP.public(q, k, cos, sin, layout=case.options["layout"])
 
 
 def ligers(case: Case) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -123,19 +112,6 @@ def ligers(case: Case) -> Callable[..., tuple[Tensor, Tensor]]:
     return rotate
 
 
-PROVIDERS = {
-    EAGER: Provider(plain),
-    INDUCTOR: compiled_provider(plain),
-    SEE_THROUGH: compiled_provider(seen_through, error_factor=OUR_ERROR_FACTOR),
-    OURS: Provider(ours, error_factor=OUR_ERROR_FACTOR),
-    LIGER: Provider(ligers, mutates=True),  # it rotates q, k and their gradients in place
-}
-TARGETS = [
-    Target("at least 92% of copy's bandwidth", 1 / 0.92, COPY, cases=("1b",)),
-    *never_slower(),
-]
-
-
 def num_bytes(case: Case, mode: str) -> int:
     """q and k in and out, and the tables in fp32; the backward does the same once more."""
     B, T, N, M, H = case.shape
@@ -144,13 +120,22 @@ def num_bytes(case: Case, mode: str) -> int:
     return {"forward": 1, "both": 2}[mode] * once
 
 
-def num_flops(case: Case, mode: str) -> None:
-    return None
-
-
-def truth(case: Case, inputs: Inputs) -> list[Tensor]:
-    return truth_by(plain(case), inputs)
-
-
-def form(case: Case, inputs: Inputs) -> str:
-    return decomposed(our_op(OP).supports(*inputs.args, layout=case.options["layout"]))
+BENCHES = (
+    Bench(
+        op="rope_qk",
+        question="Is the rotation of queries and keys at the memory limit?",
+        cases=CASES,
+        make_inputs=make_inputs,
+        plain=plain,
+        # Liger rotates q, k and their gradients in place
+        providers=usual_providers(plain, seen_through, ours, ligers, mutates=True),
+        targets=[
+            Target("at least 92% of copy's bandwidth", 1 / 0.92, COPY, cases=("1b",)),
+            *never_slower(),
+        ],
+        num_bytes=num_bytes,
+        form=lambda case, inputs: decomposed(
+            OP.supports(*inputs.args, layout=case.options["layout"])
+        ),
+    ),
+)

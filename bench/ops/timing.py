@@ -3,12 +3,19 @@
 On CUDA calls are captured in a graph and the graph is replayed, so that the host's launches cost
 nothing; a call that reads a value back to the host cannot be captured and is timed as it is. Where
 a call's tensors would fit in a few L2 caches, consecutive calls work on different copies of them.
+
+Compiling takes most of a run over all ops and uses one core; its results (inductor's graphs,
+Triton's binaries) are cached on disk under keys that do not know the process. `fill_caches` has
+several processes fill them (this file as a module), so that one process can then time.
 """
 
 from __future__ import annotations
 
 import gc
+import json
 import math
+import os
+import subprocess
 import sys
 import time
 import warnings
@@ -22,8 +29,10 @@ import torch
 from torch import Tensor
 
 from bench import harness
+from bench.ops import bench_of
 from bench.ops.common import (
     COPY,
+    EAGER,
     OURS,
     Bench,
     Case,
@@ -32,7 +41,6 @@ from bench.ops.common import (
     Yardstick,
     forward_and_backward,
     outputs_of,
-    trimmed,
 )
 
 SAMPLE_MS = {"cpu": 2.0, "cuda": 1.0}  # calls are repeated until a sample is this long
@@ -40,6 +48,7 @@ VISIT_MS = 4.0  # samples of a visit together, where calls are that short
 MAX_SAMPLES = 5
 MAX_CALLS_IN_GRAPH = 50
 COPY_BYTES = 2**28  # of one copy_: on an H200 one of 2**29 bytes ran at two thirds of the rate
+FILL_S = 90  # of all processes that fill the caches
 L2_CACHES = 4  # a working set of so many L2 caches hides nothing
 
 
@@ -132,13 +141,13 @@ class Timed:
 
 def measure_case(bench: Bench, case: Case, device: torch.device, plan: Plan) -> list[Measured]:
     """Return the times of every mode and provider on one case."""
-    names = [p for p in bench.PROVIDERS if plan.providers is None or p in plan.providers]
-    rows = {(m, p): _new_row(bench, case, m, p) for m in bench.MODES for p in names}
+    names = [p for p in bench.providers if plan.providers is None or p in plan.providers]
+    rows = {(m, p): _new_row(bench, case, m, p) for m in bench.modes for p in names}
     clock = Clock(device)
     torch.manual_seed(0)
     inputs = bench.make_inputs(case, device)
     functions = _checked(bench, case, inputs, rows, names, clock)
-    for mode in bench.MODES:
+    for mode in bench.modes:
         timed = {
             p: made
             for p in names
@@ -158,11 +167,11 @@ def measure_case(bench: Bench, case: Case, device: torch.device, plan: Plan) -> 
             torch.cuda.empty_cache()  # the graphs' memory
     del functions, inputs
     _forget(device)
-    return sorted(rows.values(), key=lambda row: bench.MODES.index(row.mode))
+    return sorted(rows.values(), key=lambda row: bench.modes.index(row.mode))
 
 
 def _new_row(bench: Bench, case: Case, mode: str, provider: str) -> Measured:
-    row = Measured(bench.OP, case, mode, provider)
+    row = Measured(bench.op, case, mode, provider)
     row.num_bytes, row.num_flops = bench.num_bytes(case, mode), bench.num_flops(case, mode)
     return row
 
@@ -191,10 +200,11 @@ def _checked(
     yardstick = Yardstick.of(bench, case, inputs)
     functions = {}
     for name in names:
-        row = rows[bench.MODES[0], name]
+        row = rows[bench.modes[0], name]
         try:
-            row.note = _form(bench, case, inputs, name)
-            function = bench.PROVIDERS[name].build(case)
+            if name == OURS and clock.device.type == "cuda":
+                row.note = bench.form(case, inputs)
+            function = bench.providers[name].build(case)
             _check(bench, row, function, inputs, yardstick, clock)
         except NotThere as reason:
             row.missing = str(reason)
@@ -202,7 +212,7 @@ def _checked(
             row.error = first_words(error)
         if row.missing is None and row.error is None:
             functions[name] = function
-        for mode in bench.MODES:
+        for mode in bench.modes:
             for key in ("note", "missing", "error", "error_ratio", "first_call_s", "peak_bytes"):
                 setattr(rows[mode, name], key, getattr(row, key))
     return functions
@@ -217,26 +227,20 @@ def _check(
     clock: Clock,
 ) -> None:
     """Fill a row with the provider's error, first call and peak memory."""
-    provider = bench.PROVIDERS[row.provider]
+    provider = bench.providers[row.provider]
     mine = inputs.clone() if provider.mutates else inputs
     start = time.perf_counter()
     results = forward_and_backward(function, mine)
     clock.wait()
     row.first_call_s = time.perf_counter() - start
     if provider.own_mask:
-        row.error = bench.check_own_mask(row.case, function, inputs)  # type: ignore[attr-defined]
+        assert bench.check_own_mask is not None
+        row.error = bench.check_own_mask(row.case, function, inputs)
     else:
-        results = trimmed(bench, row.case, results)
+        results = bench.trim(row.case, results)
         row.error_ratio, row.error = yardstick.compare(results, provider.error_factor)
     del results
     row.peak_bytes = peak_bytes(lambda: forward_and_backward(function, mine), clock.device)
-
-
-def _form(bench: Bench, case: Case, inputs: Inputs, name: str) -> str:
-    """Say what a row of ours runs, where that is not the op's kernel."""
-    if name != OURS or inputs.tensors[0].device.type != "cuda" or not hasattr(bench, "form"):
-        return ""
-    return bench.form(case, inputs)
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
@@ -266,7 +270,7 @@ def _timed(
     run = {"forward": outputs_of, "both": forward_and_backward}[row.mode]
     working_set = sum(t.numel() * t.element_size() for t in inputs.tensors)
     num_copies = clock.num_copies(max(working_set, row.num_bytes or 0))
-    mutates = bench.PROVIDERS[row.provider].mutates
+    mutates = bench.providers[row.provider].mutates
     sets = [inputs] if not mutates else []
     sets += [inputs.clone() for _ in range(num_copies - len(sets))]
     try:
@@ -320,10 +324,71 @@ def caught(rows: list[Measured], bench: Bench, case: Case) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        for mode in bench.MODES:
+        for mode in bench.modes:
             row = _new_row(bench, case, mode, "all")
             if isinstance(error, NotThere):
                 row.missing = str(error)
             else:
                 row.error = first_words(error)
             rows.append(row)
+
+
+# --- caches ---------------------------------------------------------------------------------------
+
+Task = tuple[str, int]  # an op and the number of one of its cases
+
+
+def fill_caches(tasks: Sequence[Task], device: str, num_processes: int) -> list[str]:
+    """Compile every provider of these cases; return what went wrong, which costs time alone."""
+    environment = {
+        **os.environ,
+        "TORCHINDUCTOR_COMPILE_THREADS": "2",  # each process has compile workers of its own
+        "OMP_NUM_THREADS": str(torch.get_num_threads()),  # part of the key of CPU code
+    }
+    shares = [list(tasks[i::num_processes]) for i in range(num_processes)]
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-m", "bench.ops.timing", device, json.dumps(share)],
+            cwd=harness.ROOT,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for share in shares
+        if share
+    ]
+    problems, end = [], time.monotonic() + FILL_S
+    for process in running:
+        try:
+            _, errors = process.communicate(timeout=max(0.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            _, errors = process.communicate()
+        if process.returncode != 0:
+            last = errors.strip().splitlines()[-1:] or ["no message"]
+            problems.append(f"exit code {process.returncode}: {last[0][:200]}")
+    return problems
+
+
+def compile_share(device: torch.device, tasks: Sequence[Task]) -> None:
+    """Compile one process's share of the cases."""
+    for op, number in tasks:
+        bench = bench_of(op)
+        case = bench.cases[device.type][number]
+        torch.manual_seed(0)
+        inputs = bench.make_inputs(case, device)
+        for name, provider in bench.providers.items():
+            if name == EAGER:
+                continue
+            try:
+                forward_and_backward(provider.build(case), inputs.clone())
+            except NotThere:
+                continue
+            except Exception as error:  # the run itself meets it again and puts it in the table
+                print(f"{op} {name}: {type(error).__name__}: {error}", file=sys.stderr)
+        torch._dynamo.reset()
+
+
+if __name__ == "__main__":
+    compile_share(torch.device(sys.argv[1]), json.loads(sys.argv[2]))
