@@ -116,6 +116,20 @@ def _setup_sentence(setup: Mapping[str, Any]) -> str:
     return "; ".join(entries) + "."
 
 
+def render(template: Path, **values: Any) -> str:
+    """Return the page that a template makes of values; `g` writes a number in three digits."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters["g"] = "{:.3g}".format
+    return environment.from_string(template.read_text(encoding="utf-8")).render(**values)
+
+
 # --- limits that every report states --------------------------------------------------------------
 
 

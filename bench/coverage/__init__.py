@@ -27,6 +27,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from bench.report import render
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 RESULTS = ROOT / "bench" / "results" / "coverage.json"
@@ -276,21 +278,13 @@ def _said(value: Any) -> str:
 
 def write_table(path: Path, data: dict[str, Any], types: dict[str, str]) -> None:
     """Write docs/coverage.md."""
-    import jinja2
-
     expected, records = expected_sites(), data["classes"]
     rows = {name: verdict(records.get(name), expected.get(name)) for name in types}
     whole = [name for name, record in records.items() if record.get("plain") is True]
     verified = [record["verified"] for record in records.values() if "verified" in record]
     swapped = [found for found in verified if found["num_graphs"]]
-    page = jinja2.Template(
-        (HERE / "table.md.jinja").read_text(),
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    text = page.render(
+    text = render(
+        HERE / "table.md.jinja",
         environment=data["environment"],
         commits=sorted({record.get("commit", "") for record in records.values()} - {""}),
         meanings=MEANINGS,

@@ -18,7 +18,6 @@ import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from bench.report import table
@@ -28,7 +27,7 @@ from xtrain import compile as xtrain_compile
 from xtrain import drift
 from xtrain.drift import Comparison, compare
 from xtrain.drift.factors import run_child
-from xtrain.drift.margins import ENDS, find_loop
+from xtrain.drift.margins import find_loop
 from xtrain.drift.models import draw_tokens, draw_weights
 from xtrain.drift.record_folder import Record
 from xtrain.drift.report import as_text, context, size_text
@@ -89,6 +88,10 @@ class Margins:
     nearest: tuple[float, float, str] = (float("inf"), 1.0, "")
     first: str = ""
 
+    def steps(self, start: int | None, stop: int | None) -> list[list[float]]:
+        """Return the margins of some steps of every prompt."""
+        return [steps[start:stop] for steps in self.margins]
+
 
 def gather(found: Margins, a: Path, b: Path) -> None:
     """Add one piece."""
@@ -111,37 +114,6 @@ def gather(found: Margins, a: Path, b: Path) -> None:
             found.tightest = (*place, context(comparison.a, position))
         if position.shift * found.nearest[0] > position.margin * found.nearest[1]:
             found.nearest = (*place, context(comparison.a, position))
-
-
-def margins_text(found: Margins, setting: str, num_tokens: int) -> str:
-    """Return what the margins say, as Markdown."""
-    margins = np.array(found.margins)
-    first, last = np.median(margins[:, :ENDS]), np.median(margins[:, -ENDS:])
-    shifts = np.array(found.shifts)
-    loops = "none of the prompts ends in a loop"
-    if found.loops:
-        loops = (
-            f"{len(found.loops)} of {len(margins)} prompts end in a loop, from step "
-            f"{int(np.median(found.loops))} in the median"
-        )
-    verdict = "no token can flip" if not found.num_can_flip else f"{found.num_can_flip} can flip"
-    lines = [
-        f"largest shift of a pair of logits: {shifts.max():.3g} (median {np.median(shifts):.3g})",
-        f"smallest margin of all: {found.tightest[0]:.3g}, where the shift is "
-        f"{found.tightest[1]:.3g}, after `{found.tightest[2]}`",
-        f"nearest to a flip: margin {found.nearest[0]:.3g} against shift {found.nearest[1]:.3g}, a "
-        f"factor of {ratio_text(*found.nearest[:2])}, after `{found.nearest[2]}`",
-        "smallest margin over largest shift, wherever they are: "
-        f"{ratio_text(found.tightest[0], float(shifts.max()))}",
-        f"median margin of the first {ENDS} steps {first:.3g}, of the last {ENDS} {last:.3g}; "
-        f"{loops}",
-    ]
-    head = (
-        f"{setting}, {len(margins)} prompts x {num_tokens} tokens, {len(shifts)} places. "
-        f"The first difference is {found.first}. {found.num_equal_prompts} prompts keep the bits "
-        f"of all their logits, {found.num_other_tokens} get other tokens, and {verdict}."
-    )
-    return f"{head}\n\n" + "\n".join(f"- {line}" for line in lines)
 
 
 def ratio_text(margin: float, shift: float) -> str:

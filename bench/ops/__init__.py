@@ -28,8 +28,8 @@ FAMILIES = {
     "geglu": "glu",
     "linear_cross_entropy": "losses",
     "rms_norm": "residual",
-    "rope_qk": "rope",
-    "sdpa": "sdpa",
+    "rope_qk": "attention",
+    "sdpa": "attention",
     "swiglu": "glu",
 }
 NUM_BLOCKS, QUICK_BLOCKS = 7, 3  # of 7 blocks the least and greatest ratio cover 98%
