@@ -116,8 +116,7 @@ def _setup_sentence(setup: Mapping[str, Any]) -> str:
     return "; ".join(entries) + "."
 
 
-def render(template: Path, **values: Any) -> str:
-    """Return the page that a template makes of values; `g` writes a number in three digits."""
+def _template(path: Path) -> Any:
     import jinja2
 
     environment = jinja2.Environment(
@@ -126,11 +125,32 @@ def render(template: Path, **values: Any) -> str:
         keep_trailing_newline=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters["g"] = "{:.3g}".format
-    return environment.from_string(template.read_text(encoding="utf-8")).render(**values)
+    environment.filters["g"] = "{:.3g}".format  # a number in three digits
+    return environment.from_string(path.read_text(encoding="utf-8"))
+
+
+def render(template: Path, **values: Any) -> str:
+    """Return the page that a template makes of values."""
+    return _template(template).render(**values)
+
+
+def texts(template: Path, **values: Any) -> dict[str, list[str]]:
+    """Return the texts that a template sets, by name, in sentences or items: its lines."""
+    found = vars(_template(template).make_module(values))
+    found = {name: text for name, text in found.items() if isinstance(text, str)}
+    return {name: text.strip().splitlines() for name, text in found.items()}
 
 
 # --- limits that every report states --------------------------------------------------------------
+
+
+def shared_machine(environment: Mapping[str, Any]) -> list[str]:
+    """Say so if others were at work on the machine."""
+    load, cores = environment.get("load_average_before"), environment.get("cpu_cores")
+    if load is None or not cores or load <= 0.25 * cores:
+        return []
+    said = f"The machine was shared: load average {load:.1f} on {cores} cores before the run."
+    return [f"{said} Trust the ratios, not the times."]
 
 
 def noise(summaries: Mapping[str, Any]) -> list[str]:

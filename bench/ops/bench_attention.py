@@ -35,6 +35,11 @@ from xtrain.ops import OPS
 
 ROPE, SDPA = OPS["rope_qk"], OPS["sdpa"]
 
+
+def as_projected(case: Case, device: torch.device, shape: tuple[int, ...]) -> Tensor:
+    return torch.randn(shape, dtype=case.dtype, device=device).transpose(1, 2)
+
+
 # --- rope -----------------------------------------------------------------------------------------
 
 
@@ -73,7 +78,7 @@ def make_rope_inputs(case: Case, device: torch.device) -> Inputs:
     B, T, N, M, H = case.shape
 
     def draw(heads: int) -> Tensor:
-        return torch.randn(B, T, heads, H, dtype=case.dtype, device=device).transpose(1, 2)
+        return as_projected(case, device, (B, T, heads, H))
 
     rows = (B, T) if case.options["positions"] else (T,)
     angles = 100 * torch.rand(*rows, case.options["rotated"] // 2, device=device)
@@ -149,12 +154,8 @@ CASES = {  # shape: B, N, M, T, H
 
 def make_inputs(case: Case, device: torch.device) -> Inputs:
     B, N, M, T, H = case.shape
-
-    def draw(heads: int) -> Tensor:
-        return torch.randn(B, T, heads, H, dtype=case.dtype, device=device).transpose(1, 2)
-
-    leaves = (draw(N), draw(M), draw(M))
-    return Inputs(tuple(leaf.requires_grad_() for leaf in leaves), (draw(N),))
+    q, k, v, grad = (as_projected(case, device, (B, T, heads, H)) for heads in (N, M, M, N))
+    return Inputs(tuple(leaf.requires_grad_() for leaf in (q, k, v)), (grad,))
 
 
 def torchs_own(case: Case) -> Callable[..., Tensor]:

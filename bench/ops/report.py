@@ -22,7 +22,7 @@ from bench.ops.common import (
     Target,
 )
 from bench.ops.timing import Measured, Plan
-from bench.report import NOT_AVAILABLE, Report, figure, noise, short
+from bench.report import NOT_AVAILABLE, Report, figure, noise, short, texts
 
 HEADERS_BEFORE = ["Case", "Mode", "Provider", "Time p50 [p20, p80] (us)", "Rate", "Of copy"]
 HEADERS_AFTER = ["Peak (GiB)", "Error", "First call (s)"]
@@ -86,22 +86,23 @@ def build_report(
     """Return the report of a run over some ops."""
     rows = Rows(measured)
     on_gpu = environment["gpu"] != NOT_AVAILABLE
-    machine = environment["gpu" if on_gpu else "cpu"]
+    values = dict(environment=environment, on_gpu=on_gpu, benches=benches, plan=plan)
+    said = texts(Path(__file__).with_name("words.jinja"), **values)
     checks = [check for bench in benches for check in checks_of(bench, rows)]
     sections = [("At a glance: forward and backward", GLANCE_HEADERS, glance_rows(rows))]
     sections += [section(bench, rows) for bench in benches]
     if forms := form_rows(rows):
         sections.append(("See-through or opaque", FORM_HEADERS, forms))
     return Report(
-        title=f"Ops on {machine}: {', '.join(bench.op for bench in benches)}",
+        title=said["title"][0],
         question=" ".join(bench.question for bench in benches),
         result=result_sentences(checks, rows),
         setup=environment,
-        method=method_sentences(plan, on_gpu),
+        method=said["method"],
         headers=[],
         rows=[],
         reproduce=command,
-        limits=limits(rows),
+        limits=said["limits"] + limits(rows),
         checks=checks,
         data={"plan": asdict(plan), "rows": [row_data(rows, m) for m in measured]},
         sections=sections,
@@ -250,43 +251,10 @@ def result_sentences(checks: Sequence[Sequence[str]], rows: Rows) -> list[str]:
     return sentences or ["No targets are set for these cases."]
 
 
-def method_sentences(plan: Plan, on_gpu: bool) -> list[str]:
-    clock = (
-        "CUDA events around replays of a CUDA graph, which leaves out launches (rows that cannot "
-        "be captured say so)"
-        if on_gpu
-        else "wall time"
-    )
-    return [
-        f"{plan.num_blocks} blocks; in each every provider is visited twice, there and back, in an "
-        f"order that changes from block to block. A visit is a sample that does not count and some "
-        f"that do, by {clock}.",
-        "forward is a training forward, which keeps what its backward needs; both is forward and "
-        "backward, with all gradients returned. Random data; where a call's tensors would fit in "
-        "four L2 caches, calls take turns over copies of them.",
-        "Of copy: the time that torch's copy_ takes to move as many bytes as must move at least, "
-        "over the provider's, measured as one more provider in the same blocks. Rates count those "
-        "bytes, or the FLOPs of the products alone.",
-        "vs: the provider's time over another's, e.g. inductor's (plain PyTorch under "
-        "torch.compile); below 1 is faster. Ratios are formed within each block; given are their "
-        "median and in brackets a distribution-free interval for it.",
-        "Peak: memory of forward and backward beyond the inputs, returned gradients included. "
-        "Error: the largest error against fp64 over plain PyTorch's in the same dtype; every "
-        "output and gradient is checked before anything is timed (ours at most 2; providers that "
-        "draw their own masks are held to those).",
-        "First call: forward and backward, compilation included, from caches on disk where the "
-        "setup says that they were filled before.",
-    ]
-
-
 def limits(rows: Rows) -> list[str]:
-    """Say what the figures do not show, what is missing and what failed."""
-    lines = [
-        "Alone in a loop: in a model an op shares caches, launches and fusions with its "
-        "neighbours; the training comparison shows what is left of it.",
-    ]
+    """Say how noisy it was, what is missing and what failed."""
     timed = [m for m in rows.all if m.is_timed]
-    lines += noise({f"{m.op} {m.case}, {m.provider}": Summary.of(flat(m.blocks)) for m in timed})
+    lines = noise({f"{m.op} {m.case}, {m.provider}": Summary.of(flat(m.blocks)) for m in timed})
     for words, attribute in (("not there", "missing"), ("failed", "error")):
         by_reason: dict[str, list[str]] = {}
         for m in rows.all:

@@ -13,7 +13,17 @@ from statistics import fmean
 from typing import Any
 
 from bench.harness import Ratio, Summary, block_ratio, flat
-from bench.report import NOT_AVAILABLE, Report, cell, failures, figure, noise, short
+from bench.report import (
+    NOT_AVAILABLE,
+    Report,
+    cell,
+    failures,
+    figure,
+    noise,
+    shared_machine,
+    short,
+    texts,
+)
 from bench.train.turns import Outcome, Plan
 from bench.train.variants import Setting, Variant
 
@@ -151,17 +161,24 @@ def build_report(
     result = _llama_result(results) if is_llama else _own_result(results)
     if failed := [results.label(n) for n, o in outcomes.items() if o.error is not None]:
         result.append(f"Failed: {', '.join(failed)}; the table says why.")
+    values = dict(setting=setting, plan=plan, environment=environment)
+    said = texts(Path(__file__).with_name("words.jinja"), **values)
     columns = COLUMNS | (LLAMA_COLUMNS if is_llama else OWN_COLUMNS)
     return Report(
-        title=_title(setting, environment),
-        question=LLAMA_QUESTION if is_llama else OWN_QUESTION,
+        title=said["title"][0],
+        question=said["question"][0],
         result=result or ["Nothing was measured that could be compared."],
         setup={"configuration": str(setting), **environment},
-        method=method_sentences(setting, plan),
+        method=said["method"],
         headers=list(columns),
         rows=[[column(results, name) for column in columns.values()] for name in timed],
         reproduce=command,
-        limits=limits(results, plan, environment),
+        limits=[
+            *shared_machine(environment),
+            *noise({name: results.summary(name) for name in plan.variants}),
+            *said["limits"],
+            *failures({results.label(name): o.error for name, o in outcomes.items()}),
+        ],
         checks=_llama_checks(results) if is_llama else _own_checks(results),
         data={
             "setting": asdict(setting),
@@ -169,28 +186,6 @@ def build_report(
             "variants": {name: _row_data(results, name) for name in outcomes},
         },
     )
-
-
-OWN_QUESTION = (
-    "Is a training step with dropout from xtrain.compile faster than plain torch.compile with "
-    "F.dropout, and what does the dropout cost?"
-)
-LLAMA_QUESTION = (
-    "Is a training step of transformers' Llama under xtrain.compile, dropout on, faster than under "
-    "torch.compile and than with Liger-Kernel without dropout?"
-)
-
-
-def _title(setting: Setting, environment: Mapping[str, Any]) -> str:
-    if setting.device_type == "cuda":
-        machine = str(environment.get("gpu", "a GPU"))
-    else:
-        cpu, threads = environment.get("cpu", "a CPU"), environment.get("cpu_threads", "?")
-        machine = f"{cpu}, {threads} threads"
-    if setting.model == "llama":
-        return f"An unmodified transformers Llama, {setting.preset}, on {machine}"
-    name = setting.preset if setting.model == "transformer" else f"{setting.model} {setting.preset}"
-    return f"Dropout in a training step: {name} on {machine}"
 
 
 # --- the table -----------------------------------------------------------------------------------
@@ -390,77 +385,6 @@ def _llama_checks(results: Results) -> list[Check]:
         wanted, met = f"<= 2 x Liger's, {2 * liger:.2g}", ours <= 2 * liger
         rows.append(_check(claim, wanted, f"{ours:.2g}", met))
     return rows
-
-
-# --- words ---------------------------------------------------------------------------------------
-
-
-def method_sentences(setting: Setting, plan: Plan) -> list[str]:
-    on_gpu, is_llama = setting.device_type == "cuda", setting.model == "llama"
-    step = "A step is forward, backward and a fused AdamW update"
-    data = (
-        f"{step} on bytes of the Python standard library; the same batches for every variant, and "
-        "for transformers' variants the same initial weights. All steps train."
-        if is_llama
-        else f"{step}; random tokens, the same batches and initial weights for every variant."
-    )
-    memory = (
-        "max_memory_allocated"
-        if on_gpu
-        else "tensors alone: what is held between steps plus the peak of torch's CPU allocator "
-        "during one step; libraries and compiled code are left out"
-    )
-    sentences = [
-        data,
-        "Each variant lives in a process of its own with empty compile caches; they take turns.",
-        f"{plan.num_blocks} blocks; in each every variant is visited twice, there and back (A B C "
-        "C B A), in an order that changes from block to block, so that drift and what ran before "
-        f"cancel. A visit is {plan.num_warm_up} warm-up and {plan.num_steps} timed steps by "
-        f"{'CUDA events' if on_gpu else 'wall time'}; the table's step time is over all timed "
-        "steps.",
-        "Ratios are formed within each block, of the mean of a variant's two visit medians; given "
-        "are their median over the blocks and in brackets a distribution-free interval for it, of "
-        "at least 95% where there are 6 blocks or more. Above 1 is faster than the baseline.",
-        f"Peak memory: {memory}.",
-        "First step: everything from the call to the finished update, compilation included.",
-        "Recompiles: graphs compiled after the first step.",
-    ]
-    if not is_llama:
-        sentences += [
-            "Max loss difference: over the first 10 steps, to eager with the same masks (rows with "
-            "xtrain's dropout: backend eager; rows without dropout: plain eager; F.dropout rows: "
-            "eager F.dropout, whose masks differ).",
-            "Masks: read off a small decoder, forward and backward, two steps of four sites; "
-            "xtrain's against ops.dropout_mask on the CPU, F.dropout's against eager after an "
-            "equal torch.manual_seed.",
-        ]
-    return sentences
-
-
-def limits(results: Results, plan: Plan, environment: dict[str, Any]) -> list[str]:
-    """Say what the figures do not show, the noise that was met, and what failed."""
-    lines = []
-    load, cores = environment.get("load_average_before"), environment.get("cpu_cores")
-    if load is not None and cores and load > 0.25 * cores:
-        lines.append(
-            f"The machine was shared: load average {load:.1f} on {cores} cores before the run. "
-            "Trust the ratios, not the times."
-        )
-    lines += noise({name: results.summary(name) for name in plan.variants})
-    if results.setting.model == "llama":
-        lines += [
-            "One shape, batch and length; the learning rate is constant and was not tuned.",
-            "Rows with dropout learn with it: their curve lies above those without by design.",
-            "xtrain's Transformer starts from other weights than transformers' models.",
-        ]
-    else:
-        lines += [
-            "Losses of F.dropout rows are drawn with other masks than eager's, so that their "
-            "difference shows chance, not error.",
-            "Random tokens: the losses mean nothing beyond the comparison.",
-        ]
-    errors = {results.label(name): o.error for name, o in results.outcomes.items()}
-    return lines + failures(errors)
 
 
 def draw_losses(path: Path, setting: Setting, outcomes: Mapping[str, Outcome]) -> None:
