@@ -199,7 +199,21 @@ def test_gpt2_drops_what_its_own_modules_drop():
     assert plain.head.weight is plain.embedding.weight
 
 
-def test_kernel_table_sorts_by_time():
+class InThisProcess(Team):
+    """Variants without processes of their own, where nothing depends on them."""
+
+    def __init__(self, setting, names):
+        self.errors, self._workers = {}, {name: Subject(setting, name) for name in names}
+
+    def ask_all(self, names, method, *args):
+        return {name: getattr(self._workers[name], method)(*args) for name in names}
+
+    def stop(self, *names):
+        pass
+
+
+def test_kernel_table_sorts_by_time(monkeypatch):
+    monkeypatch.setattr(turns, "Team", InThisProcess)
     plan = Plan(("eager", "xtrain-eager"), 1, 1, 1)
     head, total, *rows = turns.kernel_table(replace(TINY, model="gpt2"), plan).splitlines()
     assert head.split() == ["eager", "ms", "calls", "xtrain-eager", "ms", "calls", "kernel"]
@@ -257,18 +271,18 @@ def test_a_step_is_a_plain_training_step_of_transformers():
 
 
 def test_a_worker_that_fails_dies_or_hangs_drops_out_alone():
-    with Team(TINY, ["eager", "eager-p0", "xtrain-eager"]) as team:
+    with Team(TINY, ["eager", "eager-p0"]) as team:
         assert set(team.ask_all(["eager", "eager-p0"], "ready")) == {"eager", "eager-p0"}
         assert team.ask("eager", "no_such_question") is None
         assert "no_such_question: AttributeError" in team.errors["eager"]
-        team._workers["eager-p0"]._process.kill()
+        worker = team._workers["eager-p0"]
+        worker.send("first_steps", 3)
+        with pytest.raises(RuntimeError, match="no answer within 0 s"):
+            worker.receive("first_steps", timeout_s=0.001)
+        assert "eager-p0" not in team.errors
+        worker._process.kill()
         assert team.ask("eager-p0", "ready") is None
         assert "ended (exit code -9)" in team.errors["eager-p0"]
-        worker = team._workers["xtrain-eager"]
-        worker.send("ready")
-        with pytest.raises(RuntimeError, match="no answer within 0 s"):
-            worker.receive("ready", timeout_s=0.001)
-        assert "xtrain-eager" not in team.errors
 
 
 # --- command lines --------------------------------------------------------------------------------
@@ -347,7 +361,8 @@ def test_compare_end_to_end(tmp_path):
     assert "--seed 3" in text and str(tmp_path) not in text
 
 
-def test_compare_hf_end_to_end(tmp_path, capsys):
+def test_compare_hf_end_to_end(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(turns, "Team", InThisProcess)
     files = {name: tmp_path / f"out.{name}" for name in ("json", "markdown", "plot")}
     flags = [f"--{name}={path}" for name, path in files.items()]
     assert compare_hf.main(["--variants", "eager", "--blocks", "1", "--shape", "tiny", *flags]) == 0
