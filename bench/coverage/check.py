@@ -95,43 +95,41 @@ class _Subject:
         usual = dict(kernels="off", fullgraph=True, dropout=P, backend="aot_eager")
         return xtrain.compile(self.model, seed=SEED, **{**usual, **keywords})
 
-    def check_plain(self, record: Record) -> None:
+    def train_plain(self) -> list[Tensor | None]:
+        """Train by torch.compile alone."""
         torch._dynamo.reset()
+        return self.train(torch.compile(self.model, backend="aot_eager", fullgraph=True))
+
+    def check_plain(self, record: Record) -> None:
         # A loss that logs through warning_once is no reason to count a class out.
         torch_compat.ignore_logging_calls()
         try:
-            self.plain = self.train(torch.compile(self.model, backend="aot_eager", fullgraph=True))
+            self.plain = self.train_plain()
             record["plain"] = True
         except Exception as error:
             record["plain"] = first_line(error)
 
     def check_sites(self, record: Record) -> None:
         """Sites and masks; where plain torch breaks the graph, ours is tried with breaks."""
-        whole = record.get("plain") is True
-        try:
-            compiled = self.compiled(fullgraph=whole)
-            with recorded_dropout() as calls:
-                self.dropped = self.train(compiled)
-        except Exception as error:
-            kind = "refused" if isinstance(error, SiteError) else "failed"
-            record[kind] = first_line(error)
-            self._sites_without_strict(record, whole)
-            return
-        self._note_sites(record, compiled, calls)
+        self._find_sites(record, fullgraph=record.get("plain") is True)
 
     def check_quick(self, record: Record) -> None:
         """Sites and masks of one forward under backend="eager", with graph breaks if need be."""
+        self._find_sites(record, fullgraph=False, backend="eager")
+
+    def _find_sites(self, record: Record, **keywords: Any) -> None:
         try:
-            compiled = self.compiled(fullgraph=False, backend="eager")
-            with recorded_dropout() as calls, torch.no_grad():
-                compiled(**self.call)
+            compiled = self.compiled(**keywords)
+            with recorded_dropout() as calls:
+                if "backend" in keywords:
+                    with torch.no_grad():
+                        compiled(**self.call)
+                else:
+                    self.dropped = self.train(compiled)
         except Exception as error:
             record["refused" if isinstance(error, SiteError) else "failed"] = first_line(error)
-            self._sites_without_strict(record, False)
+            self._sites_without_strict(record, keywords["fullgraph"])
             return
-        self._note_sites(record, compiled, calls)
-
-    def _note_sites(self, record: Record, compiled: Any, calls: list[Any]) -> None:
         report = compiled.report()
         record["graphs"] = report.num_train_graphs
         record["sites"] = spelt_sites(report.sites)
@@ -172,9 +170,8 @@ class _Subject:
 
     def _plain_under_checkpointing(self) -> str:
         """What becomes of the model under plain torch.compile, checkpointed; "" if nothing does."""
-        torch._dynamo.reset()
         try:
-            trained = self.train(torch.compile(self.model, backend="aot_eager", fullgraph=True))
+            trained = self.train_plain()
         except Exception as error:
             return f"plain torch.compile fails too: {first_line(error)}"
         if all_equal(self.plain, trained):

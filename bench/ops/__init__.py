@@ -112,14 +112,15 @@ def measure(
     Args:     end: time.perf_counter() after which no case begins.
     """
     from bench.ops.common import NotThere
-    from bench.ops.timing import caught, measure_case
+    from bench.ops.timing import measure_case, rows_of_failure
 
     measured: list[Measured] = []
     for case in cases_of(bench, device, quick):
         start = time.perf_counter()
-        with caught(measured, bench, case):
-            if start > end:
-                raise NotThere("the time limit of the run was reached before")
+        if start > end:
+            late = NotThere("the time limit of the run was reached before")
+            measured += rows_of_failure(bench, case, late)
+        else:
             measured += measure_case(bench, case, device, plan)
         print(f"{bench.op}, {case}: {time.perf_counter() - start:.1f} s", flush=True)
     return measured

@@ -20,9 +20,9 @@ import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +36,6 @@ from bench.ops.common import (
     OURS,
     Bench,
     Case,
-    Inputs,
     NotThere,
     Yardstick,
     forward_and_backward,
@@ -140,107 +139,130 @@ class Timed:
 
 
 def measure_case(bench: Bench, case: Case, device: torch.device, plan: Plan) -> list[Measured]:
-    """Return the times of every mode and provider on one case."""
-    names = [p for p in bench.providers if plan.providers is None or p in plan.providers]
-    rows = {(m, p): _new_row(bench, case, m, p) for m in bench.modes for p in names}
-    clock = Clock(device)
-    torch.manual_seed(0)
-    inputs = bench.make_inputs(case, device)
-    functions = _checked(bench, case, inputs, rows, names, clock)
-    for mode in bench.modes:
-        timed = {
-            p: made
-            for p in names
-            if p in functions
-            and (made := _timed(bench, rows[mode, p], functions[p], inputs, clock)) is not None
-        }
-        if (num_bytes := bench.num_bytes(case, mode)) is not None and timed:
-            rows[mode, COPY] = _new_row(bench, case, mode, COPY)
-            timed[COPY] = _copy(num_bytes, clock)
-        for block in range(plan.num_blocks if timed else 0):
-            for p in timed:
-                rows[mode, p].blocks.append([])
-            for p in harness.order_of_block(list(timed), block):
-                rows[mode, p].blocks[-1].append(timed[p].visit())
-        del timed
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # the graphs' memory
-    del functions, inputs
-    _forget(device)
-    return sorted(rows.values(), key=lambda row: bench.modes.index(row.mode))
-
-
-def _new_row(bench: Bench, case: Case, mode: str, provider: str) -> Measured:
-    row = Measured(bench.op, case, mode, provider)
-    row.num_bytes, row.num_flops = bench.num_bytes(case, mode), bench.num_flops(case, mode)
-    return row
-
-
-def _forget(device: torch.device) -> None:
-    """Drop what a case left behind, compiled code too: dynamo limits how much one function has."""
+    """Return the times of every mode and provider on one case; if it fails, rows that say why."""
+    run = CaseRun(bench, case, device, plan)
+    try:
+        run.check()
+        for mode in bench.modes:
+            run.time(mode)
+        rows = sorted(run.rows.values(), key=lambda row: bench.modes.index(row.mode))
+    except Exception as error:
+        rows = rows_of_failure(bench, case, error)
+    del run
+    # what a case left behind, compiled code too: dynamo limits how much one function has
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+    return rows
 
 
-# --- before timing --------------------------------------------------------------------------------
+def rows_of_failure(bench: Bench, case: Case, error: Exception) -> list[Measured]:
+    return [new_row(bench, case, mode, "all", **why(error)) for mode in bench.modes]
 
 
-def _checked(
-    bench: Bench,
-    case: Case,
-    inputs: Inputs,
-    rows: dict[tuple[str, str], Measured],
-    names: Sequence[str],
-    clock: Clock,
-) -> dict[str, Callable[..., Any]]:
-    """Return the functions of the providers that ran and computed the right thing."""
-    yardstick = Yardstick.of(bench, case, inputs)
-    functions = {}
-    for name in names:
-        row = rows[bench.modes[0], name]
+def new_row(bench: Bench, case: Case, mode: str, provider: str, **facts: Any) -> Measured:
+    counts = (of(case, mode) for of in (bench.num_bytes, bench.num_flops))
+    return replace(Measured(bench.op, case, mode, provider, [], *counts), **facts)
+
+
+def why(error: Exception) -> dict[str, str]:
+    """Return what a row says of a failure."""
+    if isinstance(error, NotThere):
+        return {"missing": str(error)}
+    return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+
+
+class CaseRun:
+    """One case of an op: every provider is checked, then those that are right take turns."""
+
+    def __init__(self, bench: Bench, case: Case, device: torch.device, plan: Plan):
+        self.bench, self.case, self.plan, self.clock = bench, case, plan, Clock(device)
+        self.on_gpu = device.type == "cuda"
+        self.names = [p for p in bench.providers if plan.providers is None or p in plan.providers]
+        self.rows = {
+            (mode, p): new_row(bench, case, mode, p) for mode in bench.modes for p in self.names
+        }
+        self.functions: dict[str, Callable[..., Any]] = {}  # of the providers that are right
+
+    def check(self) -> None:
+        """Draw the inputs and hold every provider to the truth."""
+        torch.manual_seed(0)
+        self.inputs = self.bench.make_inputs(self.case, self.clock.device)
+        yardstick = Yardstick.of(self.bench, self.case, self.inputs)
+        for name in self.names:
+            facts: dict[str, Any] = {}
+            try:
+                if name == OURS and self.on_gpu:
+                    facts["note"] = self.bench.form(self.case, self.inputs)
+                function = self.bench.providers[name].build(self.case)
+                self._check(name, function, yardstick, facts)
+            except Exception as error:  # one provider's failure costs its own rows
+                facts |= why(error)
+            if not facts.get("error") and not facts.get("missing"):
+                self.functions[name] = function
+            for mode in self.bench.modes:
+                self.rows[mode, name] = replace(self.rows[mode, name], **facts)
+
+    def _check(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        yardstick: Yardstick,
+        facts: dict[str, Any],
+    ) -> None:
+        """Note the provider's error, first call and peak memory."""
+        provider = self.bench.providers[name]
+        mine = self.inputs.clone() if provider.mutates else self.inputs
+        start = time.perf_counter()
+        results = forward_and_backward(function, mine)
+        self.clock.wait()
+        facts["first_call_s"] = time.perf_counter() - start
+        if provider.own_mask:
+            assert self.bench.check_own_mask is not None
+            facts["error"] = self.bench.check_own_mask(self.case, function, self.inputs)
+        else:
+            results = self.bench.trim(self.case, results)
+            found = yardstick.compare(results, provider.error_factor)
+            facts["error_ratio"], facts["error"] = found
+        del results
+        call = partial(forward_and_backward, function, mine)
+        facts["peak_bytes"] = peak_bytes(call, self.clock.device)
+
+    def time(self, mode: str) -> None:
+        """Let the providers take turns, block by block."""
+        made = {name: self._timed(mode, name) for name in self.functions}
+        timed = {name: calls for name, calls in made.items() if calls is not None}
+        if (num_bytes := self.bench.num_bytes(self.case, mode)) is not None and timed:
+            self.rows[mode, COPY] = new_row(self.bench, self.case, mode, COPY)
+            timed[COPY] = _copy(num_bytes, self.clock)
+        for block in range(self.plan.num_blocks if timed else 0):
+            for name in timed:
+                self.rows[mode, name].blocks.append([])
+            for name in harness.order_of_block(list(timed), block):
+                self.rows[mode, name].blocks[-1].append(timed[name].visit())
+        del made, timed
+        if self.on_gpu:
+            torch.cuda.empty_cache()  # the graphs' memory
+
+    def _timed(self, mode: str, name: str) -> Timed | None:
+        """Return a provider's timed calls; None, with the reason in its row, if they fail."""
+        row, inputs, function = self.rows[mode, name], self.inputs, self.functions[name]
+        run = {"forward": outputs_of, "both": forward_and_backward}[mode]
+        working_set = sum(t.numel() * t.element_size() for t in inputs.tensors)
+        num_copies = self.clock.num_copies(max(working_set, row.num_bytes or 0))
+        sets = [] if self.bench.providers[name].mutates else [inputs]
+        sets += [inputs.clone() for _ in range(num_copies - len(sets))]
         try:
-            if name == OURS and clock.device.type == "cuda":
-                row.note = bench.form(case, inputs)
-            function = bench.providers[name].build(case)
-            _check(bench, row, function, inputs, yardstick, clock)
-        except NotThere as reason:
-            row.missing = str(reason)
-        except Exception as error:  # one provider's failure costs its own row
-            row.error = first_words(error)
-        if row.missing is None and row.error is None:
-            functions[name] = function
-        for mode in bench.modes:
-            for key in ("note", "missing", "error", "error_ratio", "first_call_s", "peak_bytes"):
-                setattr(rows[mode, name], key, getattr(row, key))
-    return functions
-
-
-def _check(
-    bench: Bench,
-    row: Measured,
-    function: Callable[..., Any],
-    inputs: Inputs,
-    yardstick: Yardstick,
-    clock: Clock,
-) -> None:
-    """Fill a row with the provider's error, first call and peak memory."""
-    provider = bench.providers[row.provider]
-    mine = inputs.clone() if provider.mutates else inputs
-    start = time.perf_counter()
-    results = forward_and_backward(function, mine)
-    clock.wait()
-    row.first_call_s = time.perf_counter() - start
-    if provider.own_mask:
-        assert bench.check_own_mask is not None
-        row.error = bench.check_own_mask(row.case, function, inputs)
-    else:
-        results = bench.trim(row.case, results)
-        row.error_ratio, row.error = yardstick.compare(results, provider.error_factor)
-    del results
-    row.peak_bytes = peak_bytes(lambda: forward_and_backward(function, mine), clock.device)
+            reason = reads_back(lambda: run(function, sets[0])) if self.on_gpu else None
+            if reason:
+                row.note = "; ".join(filter(None, [row.note, f"launches included: {reason}"]))
+            capture = self.on_gpu and reason is None
+            return Timed(self.clock, lambda one: run(function, one), sets, capture)
+        except Exception as error:
+            row.error = why(error)["error"]
+            return None
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
@@ -254,36 +276,6 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
     torch.cuda.synchronize(device)
     del results
     return torch.cuda.max_memory_allocated(device) - before
-
-
-def first_words(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-
-
-# --- what is timed --------------------------------------------------------------------------------
-
-
-def _timed(
-    bench: Bench, row: Measured, function: Callable[..., Any], inputs: Inputs, clock: Clock
-) -> Timed | None:
-    """Return the timed calls of one provider; None, with the reason in its row, if they fail."""
-    run = {"forward": outputs_of, "both": forward_and_backward}[row.mode]
-    working_set = sum(t.numel() * t.element_size() for t in inputs.tensors)
-    num_copies = clock.num_copies(max(working_set, row.num_bytes or 0))
-    mutates = bench.providers[row.provider].mutates
-    sets = [inputs] if not mutates else []
-    sets += [inputs.clone() for _ in range(num_copies - len(sets))]
-    try:
-        reason = None
-        if clock.device.type == "cuda":
-            reason = reads_back(lambda: run(function, sets[0]))
-        if reason:
-            row.note = "; ".join(filter(None, [row.note, f"launches included: {reason}"]))
-        capture = clock.device.type == "cuda" and reason is None
-        return Timed(clock, lambda one: run(function, one), sets, capture)
-    except Exception as error:
-        row.error = first_words(error)
-        return None
 
 
 def reads_back(call: Callable[[], object]) -> str | None:
@@ -316,21 +308,6 @@ def _copy(num_bytes: int, clock: Clock) -> Timed:
 
     sets = [buffers() for _ in range(clock.num_copies(num_bytes))]
     return Timed(clock, copy, sets, clock.device.type == "cuda")
-
-
-@contextmanager
-def caught(rows: list[Measured], bench: Bench, case: Case) -> Iterator[None]:
-    """Turn a failure of a whole case into rows that say so."""
-    try:
-        yield
-    except Exception as error:
-        for mode in bench.modes:
-            row = _new_row(bench, case, mode, "all")
-            if isinstance(error, NotThere):
-                row.missing = str(error)
-            else:
-                row.error = first_words(error)
-            rows.append(row)
 
 
 # --- caches ---------------------------------------------------------------------------------------
