@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +14,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # bench/ is no installed package
 
+from bench import drift_study  # noqa: E402
 from bench import report as bench_report  # noqa: E402
+from bench.drift.records import Margins  # noqa: E402
 from bench.train import report as train_report  # noqa: E402
 from bench.train.report import Results, build_report, draw_losses  # noqa: E402
 from bench.train.turns import Outcome, Plan  # noqa: E402
@@ -201,3 +205,50 @@ def test_every_claim_and_default_names_a_variant():
         kind = KINDS[model]
         assert {n for claim in claims for n in claim[:2]} <= set(kind.default)
         assert set(kind.default) <= set(kind.variants)
+
+
+# --- the drift study ------------------------------------------------------------------------------
+
+
+def bisected(*first_divergences, **more):
+    """Results of a bisect: one run each, in a set of its own where something differs."""
+    runs = [
+        dict(setting=f"run {i}", group="AB"[bool(first)], exit_code=int(bool(first)), error=None)
+        | dict(first_divergence=first, size="2 ulp" if first else None, max_shift=6.2e-06)
+        for i, first in enumerate(first_divergences)
+    ]
+    return dict(runs=runs, sets=["A", "B"], effects=[["threads", "none"]], interactions=[], **more)
+
+
+def test_the_page_of_the_drift_study():
+    packages = [dict(package="torch", to="2.11", error=None, first_divergence=None)]
+    packages[0]["from"] = "2.13"
+    found = bisected(None, "blocks.0: aten.mm")
+    bisects = dict.fromkeys(("settings", "selectors", "compiled", "short"), found)
+    bisects["versions"] = bisected(None, packages=packages)
+    ops = {
+        "MKL_CBWR=COMPATIBLE,AVX2": [
+            dict(op="mm", first=2, picture=".###"),
+            dict(op="add", first=None, picture="...."),
+        ],
+        "threads=1,2": [dict(op="sdpa_one_query", first=None, picture="....")],
+    }
+    margins = Margins([[0.4, 0.2], [0.3, 0.1]], [1e-5, 3e-6], loops=[1], first="blocks.0")
+    margins.tightest = margins.nearest = (0.1, 1e-5, "def")
+    names = ("cpu.model", "cpu.count", "torch.version", "torch.blas", "torch.onednn")
+    args = Namespace(work=Path("none"), gpu=[], python=["venv"], commit="abc", prompts=2, tokens=2)
+    page = drift_study.page(ops, bisects, margins, dict.fromkeys(names, "3.12 (x)"), args)
+    page = re.sub(" +", " ", page)  # the columns' widths are no matter
+    for said in (
+        "2 runs under other threads, instruction sets and batch sizes are 2 sets of equal bits",
+        "the smallest margin, 0.1, is 1e+04 times the largest shift, 1e-05. 1 of 2 texts end in",
+        "| run 1 | B | 1 | blocks.0: aten.mm | 2 ulp | 6.2e-06 |",
+        "torch 2.13 -> 2.11 alone: no effect.\n\n## Which ops keep their bits",
+        "| `mm` | 2 | `.###` |\n\nEqual at every length: `add`.",
+        "**threads: 1 against 2**, 64 rows. Every op keeps its bits at every length.\n",
+        "Products of few rows need not: `bisect small --factor threads=1,2` on the prompt `hello`",
+        "- median margin of the first 10 steps 0.25, of the last 10 0.25; 1 of 2 prompts end in a",
+        "python bench/drift_study.py --python VENV ...\n",
+    ):
+        assert said in page, said
+    assert "\n\n\n" not in page
