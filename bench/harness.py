@@ -1,5 +1,14 @@
 """What every benchmark shares: statistics, timing, memory, the machine, flags.
 
+The scripts beside this file are the commands; report.py is the report of all of them.
+
+train/      a training step, ours and others': what is compared (variants), of what (models,
+            subject), by processes that take turns, and what came out (report)
+ops/        every op against its alternatives: `Bench` (common), timing, report, a file a family
+coverage/   what xtrain.compile does to every causal language model of transformers
+drift/      what is done with records of xtrain.drift
+results/    committed reports
+
 A step time is summed up as p20, p50 and p80. Two variants are compared block by block: in a block
 every variant is visited twice, there and back (A B C C B A), so that drift of the machine cancels;
 the order changes from block to block, since what ran before matters too: a GPU at its power limit

@@ -16,15 +16,14 @@ import pytest
 import torch
 import transformers
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # bench/ is no installed package
+from bench import compare, compare_hf, harness, report_ops, run_op
+from bench.train import models, turns
+from bench.train.subject import Subject, text_batches
+from bench.train.turns import Plan, Team
+from bench.train.variants import KINDS, LLAMA_SHAPES, Setting
+from xtrain.model import Config, Transformer
 
-from bench import compare, compare_hf, harness, report_ops, run_op  # noqa: E402
-from bench.train import models, turns  # noqa: E402
-from bench.train.subject import Subject, text_batches  # noqa: E402
-from bench.train.turns import Plan, Team  # noqa: E402
-from bench.train.variants import KINDS, LLAMA_SHAPES, Setting  # noqa: E402
-from xtrain.model import Config, Transformer  # noqa: E402
+ROOT = Path(__file__).resolve().parent.parent
 
 TINY = Setting(
     preset="tiny",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,15 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # bench/ is no installed package
-
-from bench import ops as bench_ops  # noqa: E402
-from bench import report_ops, run_op  # noqa: E402
-from bench.ops import FAMILIES, bench_of, bench_residual  # noqa: E402
-from bench.ops import report as op_report  # noqa: E402
-from bench.ops import timing as op_timing  # noqa: E402
-from bench.ops.common import (  # noqa: E402
+from bench import ops as bench_ops
+from bench import report_ops, run_op
+from bench.ops import FAMILIES, bench_of, bench_residual
+from bench.ops import report as op_report
+from bench.ops import timing as op_timing
+from bench.ops.common import (
     BEST_OTHER,
     COPY,
     INDUCTOR,
@@ -34,8 +30,8 @@ from bench.ops.common import (  # noqa: E402
     liger,
     truth_by,
 )
-from bench.ops.timing import Clock, Measured, Plan, Timed, measure_case  # noqa: E402
-from xtrain.ops import OPS  # noqa: E402
+from bench.ops.timing import Clock, Measured, Plan, Timed, measure_case
+from xtrain.ops import OPS
 
 CPU = torch.device("cpu")
 BENCHES = {op: bench_of(op) for op in FAMILIES}

@@ -5,22 +5,21 @@ from __future__ import annotations
 import json
 import math
 import re
-import sys
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # bench/ is no installed package
+from bench import drift_study
+from bench import report as bench_report
+from bench.drift.records import Margins
+from bench.train import report as train_report
+from bench.train.report import Results, build_report, draw_losses
+from bench.train.turns import Outcome, Plan
+from bench.train.variants import KINDS, LLAMA_SHAPES, Setting
 
-from bench import drift_study  # noqa: E402
-from bench import report as bench_report  # noqa: E402
-from bench.drift.records import Margins  # noqa: E402
-from bench.train import report as train_report  # noqa: E402
-from bench.train.report import Results, build_report, draw_losses  # noqa: E402
-from bench.train.turns import Outcome, Plan  # noqa: E402
-from bench.train.variants import KINDS, LLAMA_SHAPES, Setting  # noqa: E402
+ROOT = Path(__file__).resolve().parent.parent
 
 TINY = Setting(
     preset="tiny",

@@ -13,14 +13,12 @@ import pytest
 import torch
 from mask_oracle import keep_mask
 
-transformers = pytest.importorskip("transformers")
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # bench/ is no installed package
+import xtrain
+from bench import coverage
+from bench.coverage import check as coverage_check
+from xtrain.rng import site_seed
 
-import xtrain  # noqa: E402
-from bench import coverage  # noqa: E402
-from bench.coverage import check as coverage_check  # noqa: E402
-from xtrain.rng import site_seed  # noqa: E402
+ROOT = Path(__file__).resolve().parent.parent
 
 EXPECTED = coverage.expected_sites()
 
