@@ -106,14 +106,6 @@ def plain_rope(case: Case) -> Callable[..., tuple[Tensor, Tensor]]:
     return lambda q, k, cos, sin: (turn(q, cos, sin), turn(k, cos, sin))
 
 
-def seen_through(case: Case) -> Callable[..., tuple[Tensor, Tensor]]:
-    return lambda q, k, cos, sin: ROPE.forward(q, k, cos, sin, case.options["layout"])
-
-
-def our_rope(case: Case) -> Callable[..., tuple[Tensor, Tensor]]:
-    return lambda q, k, cos, sin: ROPE.public(q, k, cos, sin, layout=case.options["layout"])
-
-
 def ligers(case: Case) -> Callable[..., tuple[Tensor, Tensor]]:
     function = liger("rope", "LigerRopeFunction")
     if case.options["layout"] != "half" or case.options["rotated"] != case.shape[-1]:
@@ -190,10 +182,6 @@ def flex(case: Case) -> Callable[..., Tensor]:
     mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, T, T, device="cuda")
     compiled = torch.compile(flex_attention, dynamic=False)
     return lambda q, k, v: compiled(q, k, v, block_mask=mask, enable_gqa=True)
-
-
-def ours(case: Case) -> Callable[..., Tensor]:
-    return lambda q, k, v: SDPA.public(q, k, v, causal=True)
 
 
 class TritonAttention(torch.autograd.Function):
@@ -293,7 +281,13 @@ BENCHES = (
         make_inputs=make_rope_inputs,
         plain=plain_rope,
         # Liger rotates q, k and their gradients in place
-        providers=usual_providers(plain_rope, seen_through, our_rope, ligers, mutates=True),
+        providers=usual_providers(
+            plain_rope,
+            lambda case: lambda *args: ROPE.forward(*args, case.options["layout"]),
+            lambda case: lambda *args: ROPE.public(*args, layout=case.options["layout"]),
+            ligers,
+            mutates=True,
+        ),
         targets=[
             Target("at least 92% of copy's bandwidth", 1 / 0.92, COPY, cases=("1b",)),
             *never_slower(),
@@ -316,7 +310,10 @@ BENCHES = (
             FLASH: Provider(library("FLASH_ATTENTION")),
             FLEX: Provider(flex),
             TRITON: Provider(our_kernel, error_factor=OUR_ERROR_FACTOR),
-            OURS: Provider(ours, error_factor=OUR_ERROR_FACTOR),
+            OURS: Provider(
+                lambda case: lambda q, k, v: SDPA.public(q, k, v, causal=True),
+                error_factor=OUR_ERROR_FACTOR,
+            ),
         },
         targets=[
             Target("within 2% of the fastest", NEVER_SLOWER, BEST_OTHER, mode="forward"),

@@ -71,14 +71,6 @@ def torchs_own(case: Case) -> Callable[..., Tensor]:
     return lambda x, seed, offset: F.dropout(x, P, training=True)
 
 
-def seen_through(case: Case) -> Callable[..., Tensor]:
-    return lambda x, seed, offset: DROPOUT.forward(x, P, seed, offset)
-
-
-def ours(case: Case) -> Callable[..., Tensor]:
-    return lambda x, seed, offset: DROPOUT.public(x, P, seed, offset)
-
-
 def selected(x: Tensor, p: float, seed: Tensor, offset: Tensor) -> Tensor:
     """The op's mask by torch's own select, in x's dtype."""
     return torch.where(dropout_mask(x.shape, p, seed, offset), x * (1 / (1 - p)), 0.0)
@@ -87,11 +79,6 @@ def selected(x: Tensor, p: float, seed: Tensor, offset: Tensor) -> Tensor:
 def num_bytes(case: Case, mode: str) -> int:
     """x in and out, then the gradient in and out; no mask."""
     return {"forward": 2, "both": 4}[mode] * case.numel * case.dtype.itemsize
-
-
-def form(case: Case, inputs: Inputs) -> str:
-    x, seed, offset = inputs.args
-    return decomposed(DROPOUT.supports(x, P, seed, offset))
 
 
 def check_own_mask(case: Case, function: Callable[..., Tensor], inputs: Inputs) -> str | None:
@@ -137,14 +124,6 @@ def llamas_norm(x: Tensor, weight: Tensor) -> Tensor:
     c = x.float()
     normalised = c * torch.rsqrt(c.pow(2).mean(-1, keepdim=True) + EPS)
     return weight * normalised.to(x.dtype)
-
-
-def seen_through_norm(case: Case) -> Callable[..., Tensor]:
-    return lambda x, weight: NORM.forward(x, weight, EPS, "llama")
-
-
-def our_norm(case: Case) -> Callable[..., Tensor]:
-    return lambda x, weight: NORM.public(x, weight, EPS)
 
 
 def ligers_norm(case: Case) -> Callable[..., Tensor]:
@@ -292,7 +271,12 @@ DROPOUT_BENCH = Bench(
     cases=CASES,
     make_inputs=make_inputs,
     plain=lambda case: lambda x, seed, offset: selected(x, P, seed, offset),
-    providers=usual_providers(torchs_own, seen_through, ours, own_mask=True),
+    providers=usual_providers(
+        torchs_own,
+        lambda case: lambda x, seed, offset: DROPOUT.forward(x, P, seed, offset),
+        lambda case: lambda x, seed, offset: DROPOUT.public(x, P, seed, offset),
+        own_mask=True,
+    ),
     targets=[
         Target(
             "at least 85% of copy's bandwidth",
@@ -306,7 +290,7 @@ DROPOUT_BENCH = Bench(
     truth=lambda case, inputs: truth_by(
         lambda x, seed, offset: dropout_reference(x, P, seed, offset), inputs
     ),
-    form=form,
+    form=lambda case, inputs: decomposed(DROPOUT.supports(inputs.args[0], P, *inputs.args[1:])),
     check_own_mask=check_own_mask,
 )
 NORM_BENCH = Bench(
@@ -315,7 +299,12 @@ NORM_BENCH = Bench(
     cases=NORM_CASES,
     make_inputs=make_norm_inputs,
     plain=lambda case: llamas_norm,
-    providers=usual_providers(torchs_norm, seen_through_norm, our_norm, ligers_norm),
+    providers=usual_providers(
+        torchs_norm,
+        lambda case: lambda x, weight: NORM.forward(x, weight, EPS, "llama"),
+        lambda case: lambda x, weight: NORM.public(x, weight, EPS),
+        ligers_norm,
+    ),
     targets=[
         Target("at least 92% of copy's bandwidth", 1 / 0.92, COPY, cases=("8b stream",)),
         *never_slower(),
