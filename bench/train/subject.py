@@ -34,23 +34,25 @@ class Subject:
         self.optimizer = torch.optim.AdamW(
             self.inner.parameters(), lr=setting.learning_rate, fused=True
         )
-        # On the device before anything is timed: a copy from pageable memory may wait for the GPU.
+        # models of transformers shift the labels themselves, and so have one target less
+        self.shifts_labels = self.variant.build in ("hf", "liger")
         batches = text_batches if setting.model == "llama" else random_batches
-        self.batches = [
-            (ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
-            for ids in (drawn.to(self.device) for drawn in batches(setting))
-        ]
+        # On the device before anything is timed: a copy from pageable memory may wait for the GPU.
+        self.batches = [self._tokens_and_targets(ids.to(self.device)) for ids in batches(setting)]
         self.losses: list[Tensor] = []
         self.num_graphs_at_first = 0
+
+    def _tokens_and_targets(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        tokens = ids[:, :-1].contiguous()
+        return tokens, tokens if self.shifts_labels else ids[:, 1:].contiguous()
 
     def step(self) -> Tensor:
         """Perform one training step and return its loss, on the device."""
         tokens, targets = self.batches[len(self.losses) % len(self.batches)]
         self.optimizer.zero_grad(set_to_none=True)
         with models.autocast(self.setting):
-            if self.variant.build in ("hf", "liger"):
-                # which shift the labels themselves, and so have one target less
-                loss = self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
+            if self.shifts_labels:
+                loss = self.model(input_ids=tokens, labels=targets, use_cache=False).loss
             elif self.setting.model == "gpt2":
                 # nanoGPT's loop holds the logits until the loss is there: what that costs is part
                 _, loss = self.model(tokens, targets)
