@@ -227,6 +227,7 @@ def test_the_f_dropout_model_recomputes_with_the_same_masks():
     for recompute in ("none", "full"):
         torch.manual_seed(0)
         model = models.with_f_dropout(Transformer(Config.preset("tiny", recompute=recompute)), 0.5)
+        assert all(block.recomputed is (recompute == "full") for block in model.blocks)
         tokens = torch.randint(16, (2, 8))
         model(tokens, tokens)[1].backward()
         gradients.append([p.grad for p in model.parameters()])
@@ -249,6 +250,9 @@ def test_probe_tells_other_masks_apart():
     assert eager["forward"] == eager["backward"]
     assert not set(eager["forward"]) & set(eager["expected"])
     assert models.read_masks(VARIANTS["eager"], TINY) == eager, "same seed, same masks"
+    without = replace(VARIANTS["xtrain-p0"], options={"backend": "eager"})
+    found = models.read_masks(without, replace(TINY, dropout=0.5))
+    assert len(set(found["backward"])) == 1, "everything is kept"
 
 
 def test_a_step_is_a_plain_training_step_of_transformers():

@@ -175,6 +175,22 @@ def test_own_masks_of_the_fused_op():
     assert rows["without_norm"].error.startswith("the norm is wrong by")
 
 
+def test_a_provider_that_writes_over_its_inputs_gets_its_own():
+    def writes(gate, up):
+        out = F.silu(gate.clone()) * up.clone()
+        gate.data.zero_()
+        return out
+
+    providers = {"writes": Provider(lambda case: writes, mutates=True)}
+    bench = replace(BENCHES["swiglu"], providers=providers)
+    run = op_timing.CaseRun(bench, bench.cases["cpu"][0], CPU, Plan(num_blocks=1))
+    run.check()
+    before = run.inputs.clone()
+    run.time("forward")
+    assert run.rows["forward", "writes"].is_timed
+    assert all(map(torch.equal, run.inputs.tensors, before.tensors))
+
+
 def test_what_is_missing_says_why():
     def missing(case):
         raise NotThere("not written yet")

@@ -306,6 +306,7 @@ def test_a_large_model_is_built_with_two_layers_unless_told_otherwise(llama_fold
     monkeypatch.setattr(subject, "REFUSED_PARAMETERS", 2000)
     with pytest.raises(ConfigError, match="--hidden 64 builds it narrower"):
         load(str(llama_folder))
+    assert len(load("small", layers=3).model.blocks) == 3
     small = load("small")
     assert len(small.model.blocks) == 2 and "2 of 4 layers" in small.facts[0]
 
