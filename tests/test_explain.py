@@ -317,9 +317,9 @@ def test_what_a_name_brings_along_besides_its_model(llama_folder, tmp_path):
     assert (small.kind, small.tokenizer.name, small.max_length) == ("preset", "byte", 256)
     folder = subject.load(str(llama_folder))
     assert (folder.kind, folder.tokenizer, folder.max_length) == ("folder", None, 2048)
-    config = RunConfig().override({"model.preset": "tiny"})
+    config = RunConfig().override({"model.preset": "tiny", "run.kernels": "off"})
     (tmp_path / "config.toml").write_text(config.to_toml())
     ByteTokenizer().save(tmp_path / "tokenizer.json")
     run = subject.load(str(tmp_path))
-    assert (run.kind, run.tokenizer.vocab_size) == ("run", 256)
+    assert (run.kind, run.tokenizer.vocab_size, run.options["kernels"]) == ("run", 256, "off")
     assert subject.load("explained_models:whole").tokenizer is None
