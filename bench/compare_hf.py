@@ -19,71 +19,55 @@ each in a process of its own with empty compile caches. Every step counts for th
 from __future__ import annotations
 
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:  # measure the checkout that this file and the commit belong to
     sys.path.insert(0, str(ROOT))
 
-from bench import harness, turns  # noqa: E402
-from bench.hf_variants import DEFAULT_VARIANTS, SHAPES, VARIANTS, Setting  # noqa: E402
-from bench.turns import Outcome, Plan  # noqa: E402
-from bench.worker import Team  # noqa: E402
+from bench import harness  # noqa: E402
+from bench.train import turns  # noqa: E402
+from bench.train.turns import Plan  # noqa: E402
+from bench.train.variants import KINDS, LLAMA_SHAPES, Setting  # noqa: E402
 from xtrain.command_line import Parser, command, output_file  # noqa: E402
-
-NUM_LOSSES = 4
 
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, write and print; return the exit code."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    parser = build_parser()
-    flags = parser.parse_args(arguments)
-    try:
-        setting, plan = resolve(flags)
-    except ValueError as error:
-        parser.error(" ".join(str(error).split()))
-    print(setting, flush=True)
-    start, load = time.perf_counter(), harness.load_average()
-    environment, outcomes = run(setting, plan)
-    from bench.hf_report import build_report, draw_losses
-
-    environment |= {"load_average_before": load, "run_took_s": time.perf_counter() - start}
-    line = harness.command_line("bench/compare_hf.py", arguments)
-    report = build_report(setting, plan, environment, outcomes, line)
-    report.write(flags.json, flags.markdown)
-    if flags.plot is not None:
-        draw_losses(flags.plot, setting, outcomes)
-    return turns.show(report, outcomes)
+    return turns.compare(turns.read(build_parser(), resolve, arguments))
 
 
-def build_parser() -> Any:
+def build_parser() -> Parser:
     """Return the command line's parser."""
     parser = Parser(prog="bench/compare_hf.py", description=__doc__)
     add = parser.add_argument
-    add("--shape", choices=tuple(SHAPES), help="of the Llama (GPU: 1b, CPU: tiny)")
-    add("--layers", type=turns.positive, help="number of layers (by shape)")
+    add("--shape", choices=tuple(LLAMA_SHAPES), help="of the Llama (GPU: 1b, CPU: tiny)")
+    add("--layers", type=harness.positive, help="number of layers (by shape)")
     add("--learning-rate", type=float, default=3e-4, help="constant (3e-4)")
     add("--plot", type=output_file, metavar="FILE", help="draw the loss curves, a PNG")
-    turns.add_flags(add, variants=",".join(DEFAULT_VARIANTS), blocks=7)
+    turns.add_flags(add, KINDS["llama"])
     return parser
 
 
 def resolve(flags: Namespace) -> tuple[Setting, Plan]:
     """Fill what was not given, by device and shape; ValueError names what does not fit."""
-    names, device = turns.names_of(flags.variants, VARIANTS), turns.device_of(flags)
+    names = harness.names_of(flags.variants, KINDS["llama"].variants)
+    device = harness.device_of(flags.device)
     on_gpu = device.partition(":")[0] == "cuda"
     name = flags.shape or ("1b" if on_gpu else "tiny")
     given = {"batch": flags.batch, "seq": flags.seq, "num_hidden_layers": flags.layers}
+    shape = replace(LLAMA_SHAPES[name], **{k: v for k, v in given.items() if v is not None})
     setting = Setting(
-        name=name,
-        shape=replace(SHAPES[name], **{k: v for k, v in given.items() if v is not None}),
+        preset=name,
+        model="llama",
+        batch=shape.batch,
+        seq=shape.seq,
+        vocab=shape.vocab_size,
+        shape=shape,
         dropout=flags.dropout,
         device=device,
         dtype=flags.dtype or ("bf16" if on_gpu else "fp32"),
@@ -93,17 +77,6 @@ def resolve(flags: Namespace) -> tuple[Setting, Plan]:
     # On a GPU first steps and visits add up to 200 steps of each variant.
     steps, warm_up = (10, 4) if on_gpu else (2, 1)
     return setting, Plan(names, flags.blocks, flags.steps or steps, warm_up, flags.commit)
-
-
-def run(setting: Setting, plan: Plan) -> tuple[dict[str, Any], dict[str, Outcome]]:
-    """Return the environment and each variant's outcome."""
-    timed = [name for name in plan.variants if VARIANTS[name].timed]
-    with Team(setting, plan.variants) as team:
-        environment, outcomes = turns.start(team, plan, plan.variants, NUM_LOSSES, timed)
-        turns.take_turns(team, plan, timed, outcomes)
-        for name, error in team.errors.items():
-            outcomes[name].error = error
-    return environment, outcomes
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from xtrain import drift  # noqa: E402
-from xtrain.drift.models import draw_tokens, load  # noqa: E402
+from xtrain.subject import load  # noqa: E402
 
 
 def main() -> int:
@@ -35,8 +35,8 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=5, help="of which the median counts")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    model = load(args.preset, seed=0, runs="runs", dtype="auto", device="cpu").model.eval()
-    tokens = torch.from_numpy(draw_tokens(1, args.length, 256, 0))
+    subject = load(args.preset, batch=1, seq=args.length)
+    model, tokens = subject.model.eval(), subject.args[0]
 
     @torch.no_grad()
     def plain() -> None:

@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tabulate import tabulate
 
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from bench import drift_devices  # noqa: E402
-from bench.drift_margins import Margins, gather, margins_text, ratio_text  # noqa: E402
+from bench.drift.records import Margins, gather, machines, ratio_text  # noqa: E402
 from bench.harness import git_commit  # noqa: E402
+from bench.report import render, table  # noqa: E402
 from xtrain.drift.factors import run_child  # noqa: E402
+from xtrain.drift.margins import ENDS  # noqa: E402
 from xtrain.drift.record_folder import Record  # noqa: E402
 
 PIECE = 25  # prompts of one record of the margins: a few minutes of one core
@@ -191,80 +191,37 @@ def measure_margins(work: Path, run: str, prompts: list[Path], num_tokens: int) 
 
 
 def page(ops, bisects, margins: Margins, environment: dict, args) -> str:
-    """Return the study as Markdown."""
-    versions = bisects["versions"]
+    """Return the study as Markdown: what bench/drift/study.md.jinja makes of the results."""
     pieces = sorted(args.work.glob(f"{LEVELS[0]}_*.drift"))
-    parts = [
-        "# Drift study: which settings move the numbers of a model trained here",
-        _result(margins, bisects["settings"]),
-        _setup(environment, args),
-        "## Which setting, which op, how far",
-        _bisect_table(bisects["settings"]),
-        "Threads, instruction sets and batch sizes, alone and in pairs. "
-        + _lines(bisects["settings"]),
-        _bisect_table(bisects["selectors"]),
-        "What MKL may use, at one ATen level. " + _lines(bisects["selectors"]),
-        "## Eager against compiled",
-        _bisect_table(bisects["compiled"]),
-        "All padded to one length. " + _lines(bisects["compiled"]),
-    ]
-    if versions is not None:
-        parts += [
-            "## Another torch",
-            _bisect_table(versions),
-            _lines(versions),
-            _packages(versions),
-        ]
-    parts += [
-        "## Which ops keep their bits",
-        *(_ops_table(setting, rows) for setting, rows in ops.items()),
-        _threads(ops["threads=1,2"], bisects["short"]),
-        "## Can a token flip",
-        margins_text(margins, "default against avx2", args.tokens),
-        drift_devices.section(args.work, args.gpu, pieces) if args.gpu else "",
-        "## Not measured",
-        "More than two threads: this machine has two cores.",
-        "## Reproduce",
-        f"```\npython bench/drift_study.py{_flags(args)}\n```",
-    ]
-    return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _flags(args) -> str:
-    """Return what was given, as a reader gives it; the records of --gpu are made elsewhere."""
-    return " --python VENV ..." * bool(args.python) + " --gpu RECORD ..." * bool(args.gpu)
-
-
-def _result(found: Margins, settings: dict) -> str:
-    largest = max(found.shifts)
-    flips = "no token can flip" if not found.num_can_flip else f"{found.num_can_flip} can flip"
-    return (
-        f"**Result.** {len(settings['runs'])} runs under other threads, instruction sets and batch "
-        f"sizes are {len(settings['sets'])} sets of equal bits. Of {len(found.shifts)} greedy "
-        f"tokens under two instruction sets {flips}: the smallest margin, "
-        f"{found.tightest[0]:.3g}, is {ratio_text(found.tightest[0], largest)} times the largest "
-        f"shift, {largest:.3g}. "
-        f"{len(found.loops)} of {len(found.margins)} texts end in a loop, whose margins say little "
-        "about ordinary text."
+    return render(
+        ROOT / "bench/drift/study.md.jinja",
+        ops=ops,
+        bisects=bisects,
+        margins=margins,
+        environment=environment,
+        args=args,
+        commit=args.commit or git_commit(),
+        machines=machines(args.work, args.gpu, pieces) if args.gpu else "",
+        table=table,
+        run_rows=run_rows,
+        op_rows=op_rows,
+        ratio=ratio_text,
+        median=np.median,
+        RUN_HEADERS=RUN_HEADERS,
+        OP_HEADERS=("op", "differs from row length", "row lengths 1 to 32"),
+        FEW=FEW,
+        FEW_TOKENS=FEW_TOKENS,
+        SHORT=SHORT,
+        ENDS=ENDS,
     )
 
 
-def _setup(environment: dict, args) -> str:
-    return (
-        f"Model: the run that `make train` ends with (preset small, 3.3 M parameters, bytes as "
-        f"tokens, 250 steps on the source of Python's standard library). Machine: "
-        f"{environment['cpu.model']}, {environment['cpu.count']} cores, torch "
-        f"{environment['torch.version']}, {environment['torch.blas']}, "
-        f"oneDNN {str(environment['torch.onednn']).split(' ')[0]}; commit "
-        f"{args.commit or git_commit()}. Prompts: "
-        f"{args.prompts} starts of lines of argparse.py with {args.tokens} greedy tokens each for "
-        f"the margins, {FEW} of them with {FEW_TOKENS} tokens for each setting. fp32. "
-        'Sizes are lower bounds where they say "at least" ([drift.md](drift.md)).'
-    )
+RUN_HEADERS = ("run", "set of equal bits", "verdict", "first difference", "size", "max shift")
 
 
-def _bisect_table(found: dict) -> str:
-    rows = [
+def run_rows(found: dict) -> list[tuple]:
+    """Return a row for each run of a bisect."""
+    return [
         (
             run["setting"],
             run["group"] or "-",
@@ -275,56 +232,11 @@ def _bisect_table(found: dict) -> str:
         )
         for run in found["runs"]
     ]
-    headers = ("run", "set of equal bits", "verdict", "first difference", "size", "max shift")
-    return tabulate(rows, headers, tablefmt="github", disable_numparse=True)
 
 
-def _lines(found: dict) -> str:
-    sentences = [f"{name}: {words}." for name, words in (*found["effects"], *found["interactions"])]
-    return f"{len(found['runs'])} runs are {len(found['sets'])} sets. " + " ".join(sentences)
-
-
-def _packages(found: dict) -> str:
-    words = [
-        f"{p['package']} {p['from']} -> {p['to']} alone: "
-        f"{p['error'] or p['first_divergence'] or 'no effect'}"
-        for p in found["packages"]
-    ]
-    return ". ".join(words) + "." if words else ""
-
-
-def _ops_table(setting: str, ops: list) -> str:
-    moved = sorted((row for row in ops if row["first"]), key=lambda row: row["first"])
-    rows = [(f"`{row['op']}`", row["first"], f"`{row['picture'][:32]}`") for row in moved]
-    same = ", ".join(f"`{row['op']}`" for row in ops if row["first"] is None)
-    table = tabulate(
-        rows, ("op", "differs from row length", "row lengths 1 to 32"), tablefmt="github"
-    )
-    name, _, values = setting.partition("=")
-    dtype = ", bf16" if name.startswith("ONEDNN") else ""
-    title = f"**{name}: {' against '.join(values.split(','))}**, 64 rows{dtype}."
-    if not rows:
-        return f"{title} Every op keeps its bits at every length."
-    return f"{title}\n\n{table}\n\nEqual at every length: {same}."
-
-
-def _threads(ops: list, short: dict) -> str:
-    """Return what threads share out: sums in `ops`, products of few rows in a short prompt."""
-    run = short["runs"][1]
-    text = ""
-    if any(row["op"] == "sdpa_one_query" and row["first"] for row in ops):
-        text = (
-            "At 64 rows the threads share out one sum over everything (`sum_all`) and the keys of "
-            "a single query (`sdpa_one_query`), a step of decoding with a cache; ops by rows keep "
-            "their bits. "
-        )
-    if not run["first_divergence"]:
-        return text + "Nor does a prompt of five bytes change with the threads."
-    return text + (
-        "Products of few rows need not: `bisect small --factor threads=1,2` on the prompt "
-        f"`{SHORT}` starts to differ in {run['first_divergence']} ({run['size']}; logits shift by "
-        f"{run['max_shift']:.3g}, verdict {run['exit_code']})."
-    )
+def op_rows(moved: list[dict]) -> list[tuple]:
+    """Return a row for each op that a setting moves."""
+    return [(f"`{row['op']}`", row["first"], f"`{row['picture'][:32]}`") for row in moved]
 
 
 if __name__ == "__main__":

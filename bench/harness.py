@@ -1,4 +1,13 @@
-"""What every benchmark shares: statistics, timing, memory, the machine, the report and its forms.
+"""What every benchmark shares: statistics, timing, memory, the machine, flags.
+
+The scripts beside this file are the commands; report.py is the report of all of them.
+
+train/      a training step, ours and others': what is compared (variants), of what (models,
+            subject), by processes that take turns, and what came out (report)
+ops/        every op against its alternatives: `Bench` (common), timing, report, a file a family
+coverage/   what xtrain.compile does to every causal language model of transformers
+drift/      what is done with records of xtrain.drift
+results/    committed reports
 
 A step time is summed up as p20, p50 and p80. Two variants are compared block by block: in a block
 every variant is visited twice, there and back (A B C C B A), so that drift of the machine cancels;
@@ -22,12 +31,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from bench.report import short
+from xtrain.command_line import output_file
+from xtrain.rng import SEED_RANGE
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30
@@ -297,85 +310,63 @@ def _output_of(command: list[str], folder: Path | None = None) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-# --- the report -----------------------------------------------------------------------------------
+# --- flags ----------------------------------------------------------------------------------------
 
 
-@dataclass
-class Report:
-    """A benchmark's outcome: the sections of the Markdown file, and `data` for the JSON alone."""
-
-    title: str
-    question: str
-    result: list[str]
-    setup: dict[str, Any]
-    method: list[str]
-    headers: list[str]
-    rows: list[list[str]]
-    reproduce: str
-    limits: list[str]
-    checks: list[list[str]] = field(default_factory=list)  # [what, wanted, measured, met or missed]
-    data: dict[str, Any] = field(default_factory=dict)
-
-    def table(self, form: str = "simple") -> str:
-        return table(self.headers, self.rows, form)
-
-    def markdown(self) -> str:
-        """Return the report as a Markdown file."""
-        checks = table(["Claim", "Wanted", "Measured", ""], self.checks, "github")
-        sections = [
-            f"# {self.title}",
-            f"**Question.** {self.question}",
-            "**Result.** " + " ".join(self.result),
-            *([checks] if self.checks else []),
-            "**Setup.** " + _setup_sentence(self.setup),
-            "**Method.** " + " ".join(self.method),
-            "**Table.**",
-            self.table("github"),
-            "**Reproduce.**",
-            f"```\n{self.reproduce}\n```",
-            "**Limits.**",
-            "\n".join(f"- {line}" for line in self.limits),
-        ]
-        return "\n\n".join(sections) + "\n"
-
-    def write(self, json_path: Path | None, markdown_path: Path | None) -> None:
-        """Write the files that were asked for."""
-        if json_path is not None:
-            json_path.parent.mkdir(parents=True, exist_ok=True)
-            json_path.write_text(json.dumps(plain(asdict(self)), indent=1) + "\n")
-        if markdown_path is not None:
-            markdown_path.parent.mkdir(parents=True, exist_ok=True)
-            markdown_path.write_text(self.markdown())
+def add_report_flags(add: Callable[..., Any]) -> None:
+    """Add what names the commit and the files of a report."""
+    add("--commit", help="commit to name in the report where the folder is no git checkout")
+    add("--json", type=output_file, metavar="FILE", help="write everything measured")
+    add("--markdown", type=output_file, metavar="FILE", help="write the report")
 
 
-def plain(value: Any) -> Any:
-    """Return a value as JSON holds it: numbers that JSON lacks become None, the unknown text."""
-    if isinstance(value, Mapping):
-        return {str(k): plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(v) for v in value]
-    if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
-    return value if value is None or isinstance(value, bool | int | str) else str(value)
+def names_of(text: str, known: Iterable[str]) -> tuple[str, ...]:
+    """Return the variants named in a flag, each once; ValueError for one that is unknown."""
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    for name in names:
+        if name not in known:
+            raise ValueError(f"unknown variant {name!r}; known: {', '.join(known)}")
+    return names
 
 
-def short(value: float) -> str:
-    """Return a number with about four digits."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+def device_of(given: str | None) -> str:
+    """Return the device to measure on; ValueError for one that is not there."""
+    import torch
+
+    device = given or ("cuda" if torch.cuda.is_available() else "cpu")
+    kind = device.partition(":")[0]
+    if kind not in ("cuda", "cpu"):
+        raise ValueError(f"--device must be cuda, cuda:N or cpu, got {device!r}")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device {device}: torch finds no CUDA device")
+    return device
 
 
-def table(headers: Sequence[str], rows: Sequence[Sequence[str]], form: str) -> str:
-    from tabulate import tabulate
+def positive(text: str) -> int:
+    """Parse a whole number of 1 or more."""
+    value = int(text)
+    if value < 1:
+        raise ValueError
+    return value
 
-    align = ["left"] + ["right"] * (len(headers) - 1) if form == "simple" else None
-    return tabulate(rows, headers, tablefmt=form, disable_numparse=True, colalign=align or ())
+
+def seed(text: str) -> int:
+    """Parse what torch's generators take."""
+    value = int(text)
+    if not SEED_RANGE[0] <= value <= SEED_RANGE[1]:
+        raise ValueError
+    return value
 
 
-def _setup_sentence(setup: Mapping[str, Any]) -> str:
-    """Name the entries that apply to this machine, in about three digits."""
-    entries = [
-        f"{name.replace('_', ' ')} {f'{value:.3g}' if isinstance(value, float) else value}"
-        for name, value in setup.items()
-        if value not in (None, NOT_AVAILABLE)
-    ]
-    return "; ".join(entries) + "."
+def probability(text: str) -> float:
+    """Parse a number in [0, 1)."""
+    value = float(text)
+    if not 0 <= value < 1:
+        raise ValueError
+    return value
+
+
+# What argparse calls them when they refuse a value.
+positive.__name__ = "positive int"
+seed.__name__ = "seed, from -2^63 to 2^64 - 1"
+probability.__name__ = "probability in [0, 1)"

@@ -14,15 +14,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
+
+from bench import compare, compare_hf, harness, report_ops, run_op
+from bench.train import models, turns
+from bench.train.subject import Subject, text_batches
+from bench.train.turns import Plan, Team
+from bench.train.variants import KINDS, LLAMA_SHAPES, Setting
+from xtrain.model import Config, Transformer
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # bench/ is no installed package
-
-from bench import compare, harness, models, probe, run_op  # noqa: E402
-from bench.turns import Plan  # noqa: E402
-from bench.variants import VARIANTS, Setting  # noqa: E402
-from bench.worker import Team  # noqa: E402
-from xtrain.model import Config, Transformer  # noqa: E402
 
 TINY = Setting(
     preset="tiny",
@@ -30,10 +31,10 @@ TINY = Setting(
     seq=16,
     vocab=16,
     dropout=0.1,
-    recompute="none",
     device="cpu",
     dtype="fp32",
 )
+VARIANTS = KINDS["transformer"].variants
 
 
 # --- statistics -----------------------------------------------------------------------------------
@@ -197,9 +198,23 @@ def test_gpt2_drops_what_its_own_modules_drop():
     assert plain.head.weight is plain.embedding.weight
 
 
-def test_kernel_table_sorts_by_time():
+class InThisProcess(Team):
+    """Variants without processes of their own, where nothing depends on them."""
+
+    def __init__(self, setting, names):
+        self.errors, self._workers = {}, {name: Subject(setting, name) for name in names}
+
+    def ask_all(self, names, method, *args):
+        return {name: getattr(self._workers[name], method)(*args) for name in names}
+
+    def stop(self, *names):
+        pass
+
+
+def test_kernel_table_sorts_by_time(monkeypatch):
+    monkeypatch.setattr(turns, "Team", InThisProcess)
     plan = Plan(("eager", "xtrain-eager"), 1, 1, 1)
-    head, total, *rows = compare.kernel_table(replace(TINY, model="gpt2"), plan).splitlines()
+    head, total, *rows = turns.kernel_table(replace(TINY, model="gpt2"), plan).splitlines()
     assert head.split() == ["eager", "ms", "calls", "xtrain-eager", "ms", "calls", "kernel"]
     longest = [max(map(float, row.split()[0:3:2])) for row in rows]
     assert longest == sorted(longest, reverse=True) and "aten::addmm" in "".join(rows)
@@ -212,6 +227,7 @@ def test_the_f_dropout_model_recomputes_with_the_same_masks():
     for recompute in ("none", "full"):
         torch.manual_seed(0)
         model = models.with_f_dropout(Transformer(Config.preset("tiny", recompute=recompute)), 0.5)
+        assert all(block.recomputed is (recompute == "full") for block in model.blocks)
         tokens = torch.randint(16, (2, 8))
         model(tokens, tokens)[1].backward()
         gradients.append([p.grad for p in model.parameters()])
@@ -224,31 +240,52 @@ def test_the_f_dropout_model_recomputes_with_the_same_masks():
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_probe_reads_the_oracles_masks(dtype, recompute):
     setting = replace(TINY, dtype=dtype, recompute=recompute)
-    found = probe.read_masks(VARIANTS["xtrain-eager"], setting)
+    found = models.read_masks(VARIANTS["xtrain-eager"], setting)
     assert found["forward"] == found["backward"] == found["expected"]
-    assert len(set(found["expected"])) == 2 * 2 * probe.NUM_STEPS
+    assert len(set(found["expected"])) == 2 * 2 * models.PROBE_STEPS
 
 
 def test_probe_tells_other_masks_apart():
-    eager = probe.read_masks(VARIANTS["eager"], TINY)
+    eager = models.read_masks(VARIANTS["eager"], TINY)
     assert eager["forward"] == eager["backward"]
     assert not set(eager["forward"]) & set(eager["expected"])
-    assert probe.read_masks(VARIANTS["eager"], TINY) == eager, "same seed, same masks"
+    assert models.read_masks(VARIANTS["eager"], TINY) == eager, "same seed, same masks"
+    without = replace(VARIANTS["xtrain-p0"], options={"backend": "eager"})
+    found = models.read_masks(without, replace(TINY, dropout=0.5))
+    assert len(set(found["backward"])) == 1, "everything is kept"
+
+
+def test_a_step_is_a_plain_training_step_of_transformers():
+    shape = LLAMA_SHAPES["tiny"]
+    sizes = dict(batch=shape.batch, seq=shape.seq, vocab=shape.vocab_size, learning_rate=1e-3)
+    setting = replace(TINY, model="llama", shape=shape, **sizes)
+    subject = Subject(setting, "eager")
+    found = [subject.step().item() for _ in range(3)]
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape.sizes)).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for loss, ids in zip(found, text_batches(setting), strict=False):
+        logits = model(ids[:, :-1]).logits[:, :-1]
+        right = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:-1].flatten())
+        assert loss == pytest.approx(right.item(), rel=1e-5)
+        optimizer.zero_grad()
+        right.backward()
+        optimizer.step()
 
 
 def test_a_worker_that_fails_dies_or_hangs_drops_out_alone():
-    with Team(TINY, ["eager", "eager-p0", "xtrain-eager"]) as team:
+    with Team(TINY, ["eager", "eager-p0"]) as team:
         assert set(team.ask_all(["eager", "eager-p0"], "ready")) == {"eager", "eager-p0"}
         assert team.ask("eager", "no_such_question") is None
         assert "no_such_question: AttributeError" in team.errors["eager"]
-        team._workers["eager-p0"]._process.kill()
+        worker = team._workers["eager-p0"]
+        worker.send("first_steps", 3)
+        with pytest.raises(RuntimeError, match="no answer within 0 s"):
+            worker.receive("first_steps", timeout_s=0.001)
+        assert "eager-p0" not in team.errors
+        worker._process.kill()
         assert team.ask("eager-p0", "ready") is None
         assert "ended (exit code -9)" in team.errors["eager-p0"]
-        worker = team._workers["xtrain-eager"]
-        worker.send("ready")
-        with pytest.raises(RuntimeError, match="no answer within 0 s"):
-            worker.receive("ready", timeout_s=0.001)
-        assert "xtrain-eager" not in team.errors
 
 
 # --- command lines --------------------------------------------------------------------------------
@@ -258,7 +295,7 @@ def call(*words):
     return subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("script", ["compare.py", "run_op.py", "report_ops.py"])
+@pytest.mark.parametrize("script", ["compare.py", "compare_hf.py", "run_op.py", "report_ops.py"])
 def test_help_answers_without_torch(script):
     done = call("-X", "importtime", f"bench/{script}", "--help")
     assert done.returncode == 0 and "--markdown" in done.stdout
@@ -266,30 +303,37 @@ def test_help_answers_without_torch(script):
 
 
 @pytest.mark.parametrize(
-    "flags, message",
+    "main, flags, message",
     [
-        (["--variants", "torch,magic"], "unknown variant 'magic'; known: eager, torch"),
-        (["--preset", "huge"], "invalid choice: 'huge'"),
-        (["--dropout", "1.5"], r"invalid probability in [0, 1) value: '1.5'"),
-        (["--batch", "0"], "invalid positive int value: '0'"),
-        (["--device", "tpu"], "--device must be cuda, cuda:N or cpu, got 'tpu'"),
-        (["--recompute", "9", "--preset", "tiny"], "recompute must be"),
-        (["--blokcs", "9"], "did you mean --blocks"),
+        (
+            compare.main,
+            ["--variants", "torch,magic"],
+            "unknown variant 'magic'; known: eager, torch",
+        ),
+        (compare.main, ["--preset", "huge"], "invalid choice: 'huge'"),
+        (compare.main, ["--dropout", "1.5"], r"invalid probability in [0, 1) value: '1.5'"),
+        (compare.main, ["--batch", "0"], "invalid positive int value: '0'"),
+        (compare.main, ["--device", "tpu"], "--device must be cuda, cuda:N or cpu, got 'tpu'"),
+        (compare.main, ["--recompute", "9", "--preset", "tiny"], "recompute must be"),
+        (compare.main, ["--blokcs", "9"], "did you mean --blocks"),
+        (compare_hf.main, ["--variants", "lger"], "'lger'; known: eager, torch, liger"),
+        (compare_hf.main, ["--batsh", "3"], "did you mean --batch?"),
+        (run_op.main, ["conv"], "invalid choice: 'conv'"),
+        (report_ops.main, ["--ops", "dropout,conv"], "unknown op 'conv'; known: dropout, "),
     ],
 )
-def test_a_wrong_flag_is_one_line_and_exit_code_2(flags, message, capsys):
+def test_a_wrong_flag_is_one_line_and_exit_code_2(main, flags, message, capsys):
     with pytest.raises(SystemExit) as stopped:
-        compare.main(flags)
+        main(flags)
     assert stopped.value.code == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
 
 
-def test_an_op_without_a_benchmark_is_one_line_and_exit_code_2(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        run_op.main(["conv"])
-    assert stopped.value.code == 2
-    assert "invalid choice: 'conv'" in capsys.readouterr().err
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_gpu_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match="--device cuda: torch finds no CUDA device"):
+        harness.device_of("cuda")
 
 
 def test_the_command_to_reproduce_names_no_files():
@@ -318,3 +362,16 @@ def test_compare_end_to_end(tmp_path):
     assert masks["forward"] == masks["backward"] == masks["expected"]
     text = (tmp_path / "r.md").read_text()
     assert "--seed 3" in text and str(tmp_path) not in text
+
+
+def test_compare_hf_end_to_end(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(turns, "Team", InThisProcess)
+    files = {name: tmp_path / f"out.{name}" for name in ("json", "markdown", "plot")}
+    flags = [f"--{name}={path}" for name, path in files.items()]
+    assert compare_hf.main(["--variants", "eager", "--blocks", "1", "--shape", "tiny", *flags]) == 0
+    variant = json.loads(files["json"].read_text())["data"]["variants"]["eager"]
+    assert len(variant["losses"]) == 4 + 2 * (1 + 2), "first steps and two visits"
+    assert variant["losses"][-1] < variant["losses"][0] and variant["num_recompiles"] == 0
+    assert files["plot"].read_bytes().startswith(b"\x89PNG")
+    assert "| transformers" in files["markdown"].read_text()
+    assert "transformers" in capsys.readouterr().out

@@ -1,21 +1,25 @@
-"""The report of bench/compare.py, from made-up outcomes whose figures are known."""
+"""The reports of training steps, from made-up outcomes whose figures are known."""
 
 from __future__ import annotations
 
 import json
 import math
-import sys
+import re
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # bench/ is no installed package
+from bench import drift_study
+from bench import report as bench_report
+from bench.drift.records import Margins
+from bench.train import report as train_report
+from bench.train.report import Results, build_report, draw_losses
+from bench.train.turns import Outcome, Plan
+from bench.train.variants import KINDS, LLAMA_SHAPES, Setting
 
-from bench import harness  # noqa: E402
-from bench.compare_report import HEADERS, Results, build_report  # noqa: E402
-from bench.turns import Outcome, Plan  # noqa: E402
-from bench.variants import DEFAULT_VARIANTS, Setting  # noqa: E402
+ROOT = Path(__file__).resolve().parent.parent
 
 TINY = Setting(
     preset="tiny",
@@ -23,10 +27,10 @@ TINY = Setting(
     seq=16,
     vocab=16,
     dropout=0.1,
-    recompute="none",
     device="cpu",
     dtype="fp32",
 )
+DEFAULT_VARIANTS = KINDS["transformer"].default
 
 
 def outcome(step_ms, *, loss_shift=0.0, masks=None, error=None, blocks=7):
@@ -64,7 +68,7 @@ def sample_report(outcomes=None, setting=TINY):
 
 def cells(report, label):
     row = next(row for row in report.rows if row[0] == label)
-    return dict(zip(HEADERS, row, strict=True))
+    return dict(zip(report.headers, row, strict=True))
 
 
 def test_a_row_holds_what_was_measured():
@@ -148,7 +152,102 @@ def test_markdown_and_json(tmp_path):
 
 
 def test_json_holds_no_nan():
-    assert harness.plain({"a": math.nan, "b": [1, 2.0, None, True, Path("x")]}) == {
+    assert bench_report.plain({"a": math.nan, "b": [1, 2.0, None, True, Path("x")]}) == {
         "a": None,
         "b": [1, 2.0, None, True, "x"],
     }
+
+
+# --- transformers' Llama --------------------------------------------------------------------------
+
+
+def test_claims_and_ratios_follow_from_the_times(tmp_path):
+    """Times of 120, 110, 100 and 99 ms: 1.2, 1.1 and 0.99 x."""
+    times = {"torch": 120.0, "liger": 110.0, "xtrain": 100.0, "own": 99.0}
+    swaps = {"use_triton_rope": "2 of 2"}
+    outcomes = {
+        name: Outcome(
+            blocks=[[[ms] * 3, [ms] * 3] for _ in range(7)],
+            first={"first_step_s": 10.0, "passes_ms": 600.0, "swaps": swaps, "losses": [3.0]},
+            final={"losses": [3.0, 2.0 + ms / 1e3], "num_recompiles": 0, "peak_memory_gib": 1.0},
+        )
+        for name, ms in times.items()
+    }
+    outcomes["xtrain-p0"] = Outcome(final={"losses": [3.0, 2.15]})
+    outcomes["blocks"] = Outcome(first={"first_step_s": 4.0})
+    outcomes["liger-torch"] = Outcome(error="first_steps: Unsupported: x")
+    shape = LLAMA_SHAPES["1b"]
+    llama = replace(TINY, preset="1b", model="llama", shape=shape, device="cuda")
+    plan = Plan(tuple(outcomes), 7, 3, 1)
+    report = build_report(llama, plan, {"gpu": "NVIDIA H200"}, outcomes, "python bench/...")
+    assert [(c[1], c[2], c[3]) for c in report.checks] == [
+        (">= 1.20", "1.200 [1.200, 1.200]", "met"),
+        (">= 1.12", "1.100 [1.100, 1.100]", "missed"),
+        (">= 0.98", "0.990 [0.990, 0.990]", "met"),
+        ("<= 5%", "6.0%", "missed"),
+        ("<= 0.50", "0.40", "met"),
+        ("<= 2 x Liger's, 0.01", "0.015", "missed"),
+    ]
+    text = report.markdown()
+    assert "failed: first_steps: Unsupported: x" in text and "use_triton_rope 2 of 2" in text
+    assert "losses of all steps stay within 0.01 of torch.compile's" in text  # Liger's
+    assert report.data["variants"]["torch"]["losses"] == [3.0, 2.12]
+    draw_losses(tmp_path / "curves.png", llama, outcomes)
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
+def test_every_claim_and_default_names_a_variant():
+    for (model, _), claims in [
+        *train_report.SPEED_CLAIMS.items(),
+        *train_report.COST_CLAIMS.items(),
+    ]:
+        kind = KINDS[model]
+        assert {n for claim in claims for n in claim[:2]} <= set(kind.default)
+        assert set(kind.default) <= set(kind.variants)
+
+
+# --- the drift study ------------------------------------------------------------------------------
+
+
+def bisected(*first_divergences, **more):
+    """Results of a bisect: one run each, in a set of its own where something differs."""
+    runs = [
+        dict(setting=f"run {i}", group="AB"[bool(first)], exit_code=int(bool(first)), error=None)
+        | dict(first_divergence=first, size="2 ulp" if first else None, max_shift=6.2e-06)
+        for i, first in enumerate(first_divergences)
+    ]
+    return dict(runs=runs, sets=["A", "B"], effects=[["threads", "none"]], interactions=[], **more)
+
+
+def test_the_page_of_the_drift_study():
+    packages = [dict(package="torch", to="2.11", error=None, first_divergence=None)]
+    packages[0]["from"] = "2.13"
+    found = bisected(None, "blocks.0: aten.mm")
+    bisects = dict.fromkeys(("settings", "selectors", "compiled", "short"), found)
+    bisects["versions"] = bisected(None, packages=packages)
+    ops = {
+        "MKL_CBWR=COMPATIBLE,AVX2": [
+            dict(op="mm", first=2, picture=".###"),
+            dict(op="add", first=None, picture="...."),
+        ],
+        "threads=1,2": [dict(op="sdpa_one_query", first=None, picture="....")],
+    }
+    margins = Margins([[0.4, 0.2], [0.3, 0.1]], [1e-5, 3e-6], loops=[1], first="blocks.0")
+    margins.tightest = margins.nearest = (0.1, 1e-5, "def")
+    names = ("cpu.model", "cpu.count", "torch.version", "torch.blas", "torch.onednn")
+    args = Namespace(work=Path("none"), gpu=[], python=["venv"], commit="abc", prompts=2, tokens=2)
+    page = drift_study.page(ops, bisects, margins, dict.fromkeys(names, "3.12 (x)"), args)
+    page = re.sub(" +", " ", page)  # the columns' widths are no matter
+    for said in (
+        "2 runs under other threads, instruction sets and batch sizes are 2 sets of equal bits",
+        "the smallest margin, 0.1, is 1e+04 times the largest shift, 1e-05. 1 of 2 texts end in",
+        "| run 1 | B | 1 | blocks.0: aten.mm | 2 ulp | 6.2e-06 |",
+        "torch 2.13 -> 2.11 alone: no effect.\n\n## Which ops keep their bits",
+        "| `mm` | 2 | `.###` |\n\nEqual at every length: `add`.",
+        "**threads: 1 against 2**, 64 rows. Every op keeps its bits at every length.\n",
+        "Products of few rows need not: `bisect small --factor threads=1,2` on the prompt `hello`",
+        "- median margin of the first 10 steps 0.25, of the last 10 0.25; 1 of 2 prompts end in a",
+        "python bench/drift_study.py --python VENV ...\n",
+    ):
+        assert said in page, said
+    assert "\n\n\n" not in page

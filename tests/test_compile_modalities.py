@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import xtrain
-from bench.coverage_check import masks_agree, recorded_dropout, spelt_sites
+from bench.coverage.check import masks_agree, recorded_dropout, spelt_sites
 
 P, SEED = 0.5, 1
 WIDTH = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48)

@@ -13,15 +13,14 @@ import pytest
 import torch
 from mask_oracle import keep_mask
 
-transformers = pytest.importorskip("transformers")
+import xtrain
+from bench import coverage
+from bench.coverage import check as coverage_check
+from xtrain.rng import site_seed
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # bench/ is no installed package
 
-import xtrain  # noqa: E402
-from bench import coverage, coverage_check, coverage_models, coverage_report  # noqa: E402
-from xtrain.rng import site_seed  # noqa: E402
-
-EXPECTED = coverage_report.expected_sites()
+EXPECTED = coverage.expected_sites()
 
 # --- a dozen families ---------------------------------------------------------------------------
 
@@ -44,10 +43,10 @@ SITES_OF = [
 @pytest.mark.parametrize("name", SITES_OF)
 def test_sites_and_masks(name):
     """Every dropout of a forward is that of one site, by NumPy's mask (class E0)."""
-    model = coverage_models.build(name)
+    model = coverage_check.build(name)
     compiled = xtrain.compile(model, dropout=0.5, seed=1, backend="eager", kernels="off")
     with coverage_check.recorded_dropout() as calls, torch.no_grad():
-        compiled(**coverage_models.inputs(model))
+        compiled(**coverage_check.inputs(model))
     sites = compiled.report().sites
     assert coverage_check.spelt_sites(sites) == EXPECTED[name]
     assert coverage_check.masks_agree(sites, calls) is True
@@ -64,7 +63,7 @@ def test_every_check_of_a_class(name):
     records = []
     coverage_check.check_class(name, coverage.CHECKS, records.append)
     record = records[-1]
-    assert coverage_report.verdict(record, EXPECTED[name]) == (coverage_report.EXACT, "")
+    assert coverage.verdict(record, EXPECTED[name]) == (coverage.EXACT, "")
     assert record["plain"] is record["p0"] is record["masks"] is record["checkpoint"] is True
     assert record["swaps"]["use_triton_sdpa"] == 2
     assert record["swapped_loss_difference"] < 1e-6
@@ -101,17 +100,17 @@ RIGHT = dict(plain=True, sites="AF AF", masks=True, p0=True, checkpoint=True, sw
     ],
 )
 def test_verdicts(change, word, said):
-    found = coverage_report.verdict(RIGHT | change, "AF AF")
+    found = coverage.verdict(RIGHT | change, "AF AF")
     assert found[0] == word
     assert said in found[1] and (said or not found[1])
 
 
 def test_verdicts_of_what_was_measured_in_part():
     quick = dict(sites="AF AF", masks=True)
-    assert coverage_report.verdict(quick, "AF AF")[0] == "sites right"
-    assert coverage_report.verdict(quick, "AF")[0] == "WRONG"
-    assert coverage_report.verdict(RIGHT, None)[0] == "WRONG"
-    assert coverage_report.verdict(None, "AF AF")[0] == "not measured"
+    assert coverage.verdict(quick, "AF AF")[0] == "sites right"
+    assert coverage.verdict(quick, "AF")[0] == "WRONG"
+    assert coverage.verdict(RIGHT, None)[0] == "WRONG"
+    assert coverage.verdict(None, "AF AF")[0] == "not measured"
 
 
 def test_the_table_says_what_was_verified(tmp_path):
@@ -120,7 +119,7 @@ def test_the_table_says_what_was_verified(tmp_path):
     part = RIGHT | {"verified": {**found, "left_out": ["gradients: why"]}}
     none = RIGHT | {"verified": dict.fromkeys(found, 0)}
     data = {"environment": coverage.environment(), "classes": dict(bloom=right, gpt2=part, t5=none)}
-    coverage_report.write_table(tmp_path / "t.md", data, dict.fromkeys(data["classes"], "x"))
+    coverage.write_table(tmp_path / "t.md", data, dict.fromkeys(data["classes"], "x"))
     table = (tmp_path / "t.md").read_text()
     assert "held 46 losses, outputs and gradients of 2 classes with swaps" in table
     assert "of 1 a part was left out." in table
@@ -141,7 +140,7 @@ def test_wrong_masks_are_seen():
 
 
 def test_every_type_has_expected_sites_and_no_other_has():
-    assert set(EXPECTED) == set(coverage_models.model_types())
+    assert set(EXPECTED) == set(coverage.model_types())
     assert all(set(sites) <= set("ACF ") and sites for sites in EXPECTED.values())
 
 
@@ -176,7 +175,7 @@ def test_a_child_that_hangs_or_dies_is_its_result():
     assert record["ended"] == "no result within 2 s" and record["seconds"] < 30
     record = coverage.checked_in_a_child(_Context(_dies), "llama", ("plain",), 30.0)
     assert record["ended"].startswith("the process ended with -6")
-    assert coverage_report.verdict(record, "AF AF")[0] == "WRONG"
+    assert coverage.verdict(record, "AF AF")[0] == "WRONG"
 
 
 def test_a_run_takes_up_where_the_last_ended(tmp_path):
@@ -193,16 +192,16 @@ def test_a_run_takes_up_where_the_last_ended(tmp_path):
     assert not coverage.Store(tmp_path / "coverage.json").holds("llama", coverage.CHECKS)
 
 
-def test_the_command(tmp_path):
+def test_the_command(tmp_path, monkeypatch, capsys):
     """One class from end to end, and a name that does not exist."""
-    command = [sys.executable, str(ROOT / "bench" / "coverage.py"), "--quick"]
-    command += ["--results", str(tmp_path / "r.json"), "--table", str(tmp_path / "t.md"), "--only"]
-    run = subprocess.run([*command, "openai-gpt"], capture_output=True, text=True)
+    flags = ["--quick", "--results", str(tmp_path / "r.json"), "--table", str(tmp_path / "t.md")]
+    command = [sys.executable, str(ROOT / "bench" / "coverage.py"), *flags]
+    run = subprocess.run([*command, "--only", "openai-gpt"], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     table = (tmp_path / "t.md").read_text()
     assert "| openai-gpt | sites right | 1 | AF AF | AF AF | yes |" in table
-    number = len(coverage_models.model_types())
+    number = len(coverage.model_types())
     assert f"{number - 1} of {number} are still to be measured" in table
-    run = subprocess.run([*command, "gpt9"], capture_output=True, text=True)
-    assert run.returncode == 2 and "Traceback" not in run.stderr
-    assert "no causal language model to ['gpt9']" in run.stderr
+    monkeypatch.setattr(sys, "argv", ["coverage.py", *flags, "--only", "gpt9"])
+    assert coverage.main() == 2
+    assert "no causal language model to ['gpt9']" in capsys.readouterr().err

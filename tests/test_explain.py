@@ -11,16 +11,16 @@ import explained_models
 import pytest
 from transformers import AutoConfig, DeepseekV3Config, GPT2Config, LlamaConfig
 
-from xtrain import passes
-from xtrain.explain import subject
+from xtrain import passes, subject
+from xtrain.config import ConfigError, RunConfig
+from xtrain.data.tokenizer import ByteTokenizer
 from xtrain.explain.as_json import as_json
 from xtrain.explain.capture import explain
 from xtrain.explain.command import main
-from xtrain.explain.errors import ExplainError
 from xtrain.explain.page import page
-from xtrain.explain.shrink import shrink_hugging_face, shrunk_preset
 from xtrain.explain.text import as_text
 from xtrain.model import PRESETS, Config
+from xtrain.subject import shrink_hugging_face, shrunk_preset
 
 LLAMA = dict(
     vocab_size=64,
@@ -295,13 +295,31 @@ def test_shrunk_configurations_keep_ratios_and_lists_of_layers(tmp_path):
 
 
 def test_a_large_model_is_built_with_two_layers_unless_told_otherwise(llama_folder, monkeypatch):
-    monkeypatch.setattr(subject, "MAX_PARAMETERS", 1000)
+    def load(*arguments, **size):
+        return subject.load(*arguments, **size, max_parameters=1000)
+
     deep = {"num_hidden_layers": 3}
-    loaded = subject.load(str(llama_folder), changes=deep)
+    loaded = load(str(llama_folder), changes=deep)
     assert len(loaded.model.model.layers) == 2 and "2 of 3 layers" in loaded.facts[0]
-    assert len(subject.load(str(llama_folder), layers=3).model.model.layers) == 3
+    assert len(load(str(llama_folder), layers=3).model.model.layers) == 3
+    assert len(subject.load(str(llama_folder), changes=deep).model.model.layers) == 3
     monkeypatch.setattr(subject, "REFUSED_PARAMETERS", 2000)
-    with pytest.raises(ExplainError, match="--hidden 64 builds it narrower"):
-        subject.load(str(llama_folder))
-    small = subject.load("small")
+    with pytest.raises(ConfigError, match="--hidden 64 builds it narrower"):
+        load(str(llama_folder))
+    assert len(load("small", layers=3).model.blocks) == 3
+    small = load("small")
     assert len(small.model.blocks) == 2 and "2 of 4 layers" in small.facts[0]
+
+
+def test_what_a_name_brings_along_besides_its_model(llama_folder, tmp_path):
+    """Its tokenizer and longest sequence; a run keeps the tokenizer that it was trained with."""
+    small = subject.load("small", layers=1)
+    assert (small.kind, small.tokenizer.name, small.max_length) == ("preset", "byte", 256)
+    folder = subject.load(str(llama_folder))
+    assert (folder.kind, folder.tokenizer, folder.max_length) == ("folder", None, 2048)
+    config = RunConfig().override({"model.preset": "tiny", "run.kernels": "off"})
+    (tmp_path / "config.toml").write_text(config.to_toml())
+    ByteTokenizer().save(tmp_path / "tokenizer.json")
+    run = subject.load(str(tmp_path))
+    assert (run.kind, run.tokenizer.vocab_size, run.options["kernels"]) == ("run", 256, "off")
+    assert subject.load("explained_models:whole").tokenizer is None

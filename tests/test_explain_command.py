@@ -199,13 +199,17 @@ def test_a_run_is_shown_as_it_was_trained(tmp_path, monkeypatch, capsys, compile
 
 
 def test_a_preset_is_called_as_the_trainer_calls_it(capsys):
+    """Nor are the caller's logs and warnings other than before."""
+    loggers = [logging.getLogger(name) for name in ("torch", "xtrain.passes")]
+    before = [logger.level for logger in loggers], list(warnings.filters)
     assert main(["tiny"]) == 0
+    assert ([logger.level for logger in loggers], list(warnings.filters)) == before
     text = capsys.readouterr().out
     assert "return_logits False: dropout 0.1" in text and "left alone: nothing" in text
-    assert main(["tiny", "--logits", "keep"]) == 0
-    assert "left alone:\n  1 x use_triton_linear_cross_entropy" in capsys.readouterr().out
-    assert main(["tiny", "--set", "dropout=0.25"]) == 0
-    assert "dropout 0.25, existing skip" in capsys.readouterr().out
+    assert main(["tiny", "--layers=1", "--logits", "keep", "--set", "dropout=0.25"]) == 0
+    text = capsys.readouterr().out
+    assert "left alone:\n  1 x use_triton_linear_cross_entropy" in text
+    assert "dropout 0.25, existing skip" in text
 
 
 def test_a_run_without_dropout_has_no_sites_to_show(tmp_path, monkeypatch, capsys):
@@ -253,10 +257,3 @@ def test_the_example_of_docs_passes_runs_as_pasted(tmp_path):
     assert "tanh True" in output
     placed = ["insert_residual_dropout", "normalise", "use_tanh_gelu"]
     assert f"registered 2 {placed}" in output
-
-
-def test_the_callers_logs_and_warnings_are_left_as_they_were():
-    loggers = [logging.getLogger(name) for name in ("torch", "xtrain.passes")]
-    before = [logger.level for logger in loggers], list(warnings.filters)
-    assert main(["tiny"]) == 0
-    assert ([logger.level for logger in loggers], list(warnings.filters)) == before

@@ -1,9 +1,7 @@
-"""What the benchmarks of single ops share: cases, providers, targets, and the check of outputs.
+"""What the benchmarks of single ops share: the record of one, and the check of what they compute.
 
-A file bench_<op>.py holds OP, QUESTION, CASES by device type (the first is the one of --quick),
-MODES, PROVIDERS, TARGETS and functions: make_inputs, num_bytes, num_flops, plain, truth (`Bench`);
-optional are form (what a row of ours runs), trim (the part of the results that truth speaks of),
-plain_results (that part of what `plain` gives) and check_own_mask (for providers that draw masks).
+A file bench_<family>.py holds BENCHES: a `Bench` for each op of the family. `report_ops.py` lists
+them, timing.py checks what the providers compute and times them, report.py says what came out.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,11 +90,14 @@ class Inputs:
         return self.map(lambda t: t.double() if t.is_floating_point() else t)
 
 
+Builder = Callable[[Case], Callable[..., Any]]  # -> function(*args); raises NotThere
+
+
 @dataclass(frozen=True)
 class Provider:
     """One way of computing an op."""
 
-    build: Callable[[Case], Callable[..., Any]]  # -> function(*args); raises NotThere
+    build: Builder
     own_mask: bool = False  # draws from torch's generator: held to its own mask
     mutates: bool = False  # writes into inputs or incoming gradients
     error_factor: float = PEER_ERROR_FACTOR
@@ -123,46 +124,73 @@ def never_slower(*cases: str) -> list[Target]:
     return [Target("never slower", NEVER_SLOWER, other, cases=cases) for other in (INDUCTOR, LIGER)]
 
 
-class Bench(Protocol):
-    """What a file bench_<op>.py offers."""
+@dataclass
+class Bench:
+    """The benchmark of one op.
 
-    OP: str
-    QUESTION: str
-    CASES: dict[str, list[Case]]
-    MODES: tuple[str, ...]
-    PROVIDERS: dict[str, Provider]
-    TARGETS: list[Target]
+    cases:          by device type; the first is the one of --quick.
+    make_inputs:    arguments of a call and gradients of its outputs, drawn.
+    plain:          plain PyTorch in the case's dtype, whose error is the yardstick.
+    num_bytes:      that must move at least, by case and mode; None: not limited by memory.
+    num_flops:      of the products alone; None: not limited by arithmetic.
+    truth:          outputs and gradients in fp64; by default of `plain` on fp64 inputs.
+    form:           what a row of ours runs, where that is not the op's kernel, else "".
+    trim:           the part of the results that `truth` speaks of.
+    plain_results:  that part of what `plain` gives.
+    check_own_mask: what is wrong with a provider that draws masks of its own, or None.
+    versus:         providers that an op's rows are compared with.
+    """
 
-    def make_inputs(self, case: Case, device: torch.device) -> Inputs: ...
-
-    def num_bytes(self, case: Case, mode: str) -> int | None: ...  # None: not limited by memory
-
-    def num_flops(self, case: Case, mode: str) -> int | None: ...  # None: limited by memory
-
-    def plain(self, case: Case) -> Callable[..., Any]: ...  # plain PyTorch in the case's dtype
-
-    def truth(self, case: Case, inputs: Inputs) -> list[Tensor]: ...  # fp64, outputs and gradients
+    op: str
+    question: str
+    cases: dict[str, list[Case]]
+    make_inputs: Callable[[Case, torch.device], Inputs]
+    plain: Builder
+    providers: dict[str, Provider]
+    targets: list[Target]
+    num_bytes: Callable[[Case, str], int | None] = lambda case, mode: None
+    num_flops: Callable[[Case, str], int | None] = lambda case, mode: None
+    modes: tuple[str, ...] = ("forward", "both")
+    truth: Callable[[Case, Inputs], list[Tensor]] | None = None
+    form: Callable[[Case, Inputs], str] = lambda case, inputs: ""
+    trim: Callable[[Case, list[Tensor]], list[Tensor]] = lambda case, results: results
+    plain_results: Callable[[Case, Inputs], list[Tensor]] | None = None
+    check_own_mask: Callable[[Case, Callable[..., Any], Inputs], str | None] | None = None
+    versus: tuple[str, ...] = (INDUCTOR, LIGER)
 
 
 # --- builders -------------------------------------------------------------------------------------
 
 
-def plain_provider(function: Callable[[Case], Callable[..., Any]], **flags: Any) -> Provider:
-    return Provider(function, **flags)
-
-
-def compiled_provider(function: Callable[[Case], Callable[..., Any]], **flags: Any) -> Provider:
+def compiled_provider(function: Builder, **flags: Any) -> Provider:
     """Compile what `function` gives for a case, with the case's sizes as constants."""
     return Provider(lambda case: torch.compile(function(case), dynamic=False), **flags)
 
 
-def our_op(name: str) -> Any:
-    """Return the row of xtrain.ops.OPS, or say that it is not there."""
-    from xtrain.ops import OPS
+def usual_providers(
+    own: Builder,
+    seen_through: Builder | None,
+    ours: Builder,
+    ligers: Builder | None = None,
+    *,
+    own_mask: bool = False,
+    mutates: bool = False,
+) -> dict[str, Provider]:
+    """Return torch's way eager and compiled, the op seen through and its kernel, and Liger's.
 
-    if name not in OPS:
-        raise NotThere(f"xtrain.ops has no {name} yet")
-    return OPS[name]
+    Args:     own_mask: what torch and Liger draw is theirs.
+              mutates: Liger's backward writes over its inputs.
+    """
+    found = {
+        EAGER: Provider(own, own_mask=own_mask),
+        INDUCTOR: compiled_provider(own, own_mask=own_mask),
+    }
+    if seen_through is not None:
+        found[SEE_THROUGH] = compiled_provider(seen_through, error_factor=OUR_ERROR_FACTOR)
+    found[OURS] = Provider(ours, error_factor=OUR_ERROR_FACTOR)
+    if ligers is not None:
+        found[LIGER] = Provider(ligers, own_mask=own_mask, mutates=mutates)
+    return found
 
 
 def decomposed(reason: str | None) -> str:
@@ -217,11 +245,12 @@ class Yardstick:
 
     @classmethod
     def of(cls, bench: Bench, case: Case, inputs: Inputs) -> Yardstick:
-        truth = bench.truth(case, inputs)
-        if hasattr(bench, "plain_results"):
+        plain = bench.plain(case)
+        truth = bench.truth(case, inputs) if bench.truth else truth_by(plain, inputs)
+        if bench.plain_results is not None:
             results = bench.plain_results(case, inputs)
         else:
-            results = trimmed(bench, case, forward_and_backward(bench.plain(case), inputs))
+            results = bench.trim(case, forward_and_backward(plain, inputs))
         return cls(truth, errors_of(results, truth))
 
     def compare(self, results: Sequence[Tensor], factor: float) -> tuple[float, str | None]:
@@ -239,17 +268,6 @@ class Yardstick:
                     f"the largest value {scale:.3g}"
                 )
         return worst, problem
-
-
-def trimmed(bench: Bench, case: Case, results: list[Tensor]) -> list[Tensor]:
-    """Return the part of the results that `bench.truth` speaks of."""
-    trim = getattr(bench, "trim", None)
-    return results if trim is None else trim(case, results)
-
-
-def size_of(*tensors: tuple[int, torch.dtype]) -> int:
-    """Return the bytes of tensors given as (number of elements, dtype)."""
-    return sum(n * dtype.itemsize for n, dtype in tensors)
 
 
 def keep_rate_problem(kept: Tensor, p: float) -> str | None:

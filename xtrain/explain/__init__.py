@@ -1,8 +1,8 @@
 """`python -m xtrain.explain MODEL`: what xtrain.compile finds in a model and does to its graph.
 
+xtrain/subject.py builds MODEL, with the inputs of one forward.
+
 command.py    flags and exit codes; no torch
-subject.py    MODEL, a config folder, preset or function, built with inputs for one forward
-shrink.py     fewer layers, less width: configurations of Hugging Face and of ours
 capture.py    one training forward, watched: graphs before and after, every pass between
 snapshot.py   a graph as plain data
 changes.py    what became of each op: by which pass, replaced by what

@@ -19,12 +19,12 @@ from xtrain.compiler import entries
 from xtrain.compiler.backend import Backend
 from xtrain.compiler.report import Report
 from xtrain.compiler.session import Session, SiteError
+from xtrain.config import ConfigError
 from xtrain.explain.changes import Changes, Stage, follow
-from xtrain.explain.errors import ExplainError
 from xtrain.explain.snapshot import Snapshot, parameter_path, snapshot
-from xtrain.explain.subject import Subject
 from xtrain.passes.fx_utils import short_place
 from xtrain.passes.insert_residual_dropout import InsertResult
+from xtrain.subject import Subject
 
 DEFAULTS = {
     "dropout": 0.1,
@@ -93,7 +93,7 @@ def explain(subject: Subject, *, passes: Sequence[Any] = (), **options: Any) -> 
     Args:     passes, options: as for xtrain.compile, seed 0, and dtype: "bf16" for a forward under
               autocast. What is not given is as the subject trains, else dropout 0.1, backend
               "aot_eager", dtype "fp32". With verify the backward runs as well.
-    Raises:   ExplainError if no residual site is found or the model's own forward fails.
+    Raises:   ConfigError if no residual site is found or the model's own forward fails.
     """
     options = {**DEFAULTS, **subject.options, **options}
     try:
@@ -103,7 +103,7 @@ def explain(subject: Subject, *, passes: Sequence[Any] = (), **options: Any) -> 
         found.refusal = str(error)
     if options["dropout"] and not found.report.sites and not found.report.uncovered:
         breaks = [f"{short_place(place)}: {first_line(why)}" for place, why in found.graph_breaks]
-        raise ExplainError(
+        raise ConfigError(
             f"no residual sites in {subject.title}: no branch with a projection is added back onto "
             "the value that it reads"
             + (
@@ -121,7 +121,7 @@ def _run(subject: Subject, passes: Sequence[Any], options: dict[str, Any]) -> An
     try:
         compiled = xtrain.compile(model, seed=0, passes=passes, **keywords)
     except (TypeError, ValueError) as error:  # what --disable-pass or --pass names
-        raise ExplainError(str(error)) from None
+        raise ConfigError(str(error)) from None
     compiled._session.verify_raises = False
     backend = _WatchedBackend(compiled._session)
     entry = torch.compile(
@@ -140,14 +140,14 @@ def _run(subject: Subject, passes: Sequence[Any], options: dict[str, Any]) -> An
         except SiteError:
             raise
         except graph_passes.PassError as error:
-            raise ExplainError(str(error)) from error
+            raise ConfigError(str(error)) from error
         except Exception as error:
             _check_runs_alone(subject, model, error)
             raise
     if options.get("verify"):
         _run_backward(outputs)
     if not backend.graphs:
-        raise ExplainError(f"Dynamo traced no graph of {subject.title}: is it compiled already?")
+        raise ConfigError(f"Dynamo traced no graph of {subject.title}: is it compiled already?")
     report = compiled.report()
     return Explanation(
         subject,
@@ -177,11 +177,11 @@ def first_line(reason: str) -> str:
 
 
 def _check_runs_alone(subject: Subject, model: nn.Module, error: Exception) -> None:
-    """Raise ExplainError if the model's own forward fails on these inputs; else it is our fault."""
+    """Raise ConfigError if the model's own forward fails on these inputs; else it is our fault."""
     try:
         model(*subject.args, **subject.kwargs)
     except Exception as own:
-        raise ExplainError(
+        raise ConfigError(
             f"the forward of {subject.title} fails by itself: {type(own).__name__}: {own}"
             f"{subject.advice}"
         ) from error

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from xtrain.command_line import FAILURE, Parser, exit_codes, limit_spinning, show
-from xtrain.config import PRESETS
-from xtrain.explain.errors import ExplainError, kind_of
+from xtrain.config import PRESETS, ConfigError
 from xtrain.files import toml_value
+from xtrain.subject import kind_of
 
 EXAMPLES = """\
 examples:
@@ -32,6 +32,9 @@ model, 70 a fault of xtrain's.
 """
 
 
+# Above this many parameters a model is built with two layers, unless --layers says otherwise:
+# memory and compile time stay small.
+MAX_PARAMETERS = 150_000_000
 GIVEN = ("dropout", "existing", "kernels", "logits", "dtype", "dump_graphs")  # if they are
 
 
@@ -88,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         limit_spinning()
         with _quiet():
             from xtrain.explain.capture import explain
-            from xtrain.explain.subject import imported, load
+            from xtrain.subject import imported, load
 
             passes = [imported(name) for name in getattr(args, "pass")]
             subject = load(
@@ -98,6 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 changes=changes,
                 batch=args.batch,
                 seq=args.seq,
+                max_parameters=MAX_PARAMETERS,
             )
             if args.logits is not None:
                 subject.kwargs.pop("return_logits", None)
@@ -157,19 +161,19 @@ def _write_file(name: str, text: str) -> None:
     try:
         Path(name).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ExplainError(f"cannot write {name}: {error.strerror}") from None
+        raise ConfigError(f"cannot write {name}: {error.strerror}") from None
 
 
 def _check(args: argparse.Namespace) -> None:
     """Refuse wrong values before torch is imported."""
     kind_of(args.model)
     if args.dropout is not None and not 0 < args.dropout <= 1:  # nan neither
-        raise ExplainError(f"--dropout must be in (0, 1], got {args.dropout:g}")
+        raise ConfigError(f"--dropout must be in (0, 1], got {args.dropout:g}")
     if args.dump_graphs:
         Path(args.dump_graphs).mkdir(parents=True, exist_ok=True)
     for flag, name in (("--html", args.html), ("--json", args.json)):
         if name not in (None, "-") and not Path(name).absolute().parent.is_dir():
-            raise ExplainError(f"{flag}: there is no folder {Path(name).parent}")
+            raise ConfigError(f"{flag}: there is no folder {Path(name).parent}")
 
 
 def _positive(text: str) -> int:
@@ -182,5 +186,5 @@ def _positive(text: str) -> int:
 def _assignment(text: str) -> tuple[str, Any]:
     name, equals, value = (part.strip() for part in text.partition("="))
     if not equals or not name:
-        raise ExplainError(f"--set takes key=value, got {text!r}")
+        raise ConfigError(f"--set takes key=value, got {text!r}")
     return name, toml_value(value)

@@ -12,25 +12,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.ops.common import (
-    EAGER,
     INDUCTOR,
     LIGER,
-    OUR_ERROR_FACTOR,
-    OURS,
+    Bench,
     Case,
     Inputs,
     Provider,
     Target,
-    compiled_provider,
     decomposed,
     liger,
-    our_op,
+    usual_providers,
 )
+from xtrain.ops import OPS
 
-OP = "linear_cross_entropy"
-QUESTION = "Is the loss without whole logits as fast as the plain one, in how much less memory?"
+OP = OPS["linear_cross_entropy"]
 LEAN = "xtrain, bf16 sums"  # the weight gradient accumulated in bf16 over chunks of tokens
-MODES = ("both",)
 CHUNK = 1024  # rows of the fp64 truth formed at a time
 CASES = {  # shape: T, D
     "cuda": [
@@ -59,13 +55,8 @@ def plain(case: Case) -> Callable[..., Tensor]:
     return lambda hidden, weight, targets: F.cross_entropy((hidden @ weight.T).float(), targets)
 
 
-def ours(case: Case) -> Callable[..., Tensor]:
-    return our_op(OP).public
-
-
 def lean(case: Case) -> Callable[..., Tensor]:
-    public = our_op(OP).public
-    return lambda hidden, weight, targets: public(
+    return lambda hidden, weight, targets: OP.public(
         hidden, weight, targets, weight_grad_accumulation="same"
     )
 
@@ -78,27 +69,6 @@ def ligers(case: Case) -> Callable[..., Tensor]:
         return found[0] if isinstance(found, tuple) else found
 
     return loss
-
-
-PROVIDERS = {
-    EAGER: Provider(plain),
-    INDUCTOR: compiled_provider(plain),
-    OURS: Provider(ours, error_factor=OUR_ERROR_FACTOR),
-    LEAN: Provider(lean),
-    LIGER: Provider(ligers),
-}
-TARGETS = [Target("takes at most inductor's time", 1.0, INDUCTOR)]
-TARGETS += [
-    Target("at most 3% over inductor's time", 1.03, INDUCTOR, of=LEAN),
-    Target("holds its peak", 0.70, cases=("V 50304",)),
-    Target("holds its peak", 1.65, cases=("V 128256",)),
-    Target("holds its peak", 0.40, of=LEAN, cases=("V 50304",)),
-    Target("holds its peak", 0.75, of=LEAN, cases=("V 128256",)),
-]
-
-
-def num_bytes(case: Case, mode: str) -> None:
-    return None
 
 
 def num_flops(case: Case, mode: str) -> int:
@@ -130,5 +100,27 @@ def truth(case: Case, inputs: Inputs) -> list[Tensor]:
     return [loss, grad_hidden, grad_weight]
 
 
-def form(case: Case, inputs: Inputs) -> str:
-    return decomposed(our_op(OP).supports(*inputs.args))
+BENCHES = (
+    Bench(
+        op="linear_cross_entropy",
+        question="Is the loss without whole logits as fast as the plain one, in how much less "
+        "memory?",
+        cases=CASES,
+        make_inputs=make_inputs,
+        plain=plain,
+        providers=usual_providers(plain, None, lambda case: OP.public)
+        | {LEAN: Provider(lean), LIGER: Provider(ligers)},
+        targets=[
+            Target("takes at most inductor's time", 1.0, INDUCTOR),
+            Target("at most 3% over inductor's time", 1.03, INDUCTOR, of=LEAN),
+            Target("holds its peak", 0.70, cases=("V 50304",)),
+            Target("holds its peak", 1.65, cases=("V 128256",)),
+            Target("holds its peak", 0.40, of=LEAN, cases=("V 50304",)),
+            Target("holds its peak", 0.75, of=LEAN, cases=("V 128256",)),
+        ],
+        num_flops=num_flops,
+        modes=("both",),
+        truth=truth,
+        form=lambda case, inputs: decomposed(OP.supports(*inputs.args)),
+    ),
+)

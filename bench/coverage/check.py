@@ -1,4 +1,4 @@
-"""What is checked on one class of models, inside the child process that coverage.py gives it.
+"""What is checked on one class of models, inside the child process that it is given.
 
     plain        torch.compile(fullgraph=True, backend="aot_eager") trains the shrunk model
     sites        xtrain.compile(dropout=0.5), same backend: residual sites, as the report lists them
@@ -10,14 +10,24 @@
     verified     the same step by verify=True: loss, outputs and gradients against no swaps
 
 A check is True, False, or text: why it could not be made.
+
+A class is built from a configuration that is shrunk to two layers of hidden size 64, by the names
+of its fields: configs.toml says what a field of that name becomes wherever it stands
+(sub-configurations too), and what a type needs beyond. Dropout of the models' own is off, so that
+two runs can be compared bit for bit. Lists with one entry a layer keep the first layer and the
+first that differs from it: a hybrid shows both of its blocks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import re
+import tomllib
 from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,13 +37,14 @@ import transformers
 from torch import Tensor, nn
 
 import xtrain
-from bench.coverage_models import build, inputs, loss_of
+from bench.coverage import model_types
 from xtrain import torch_compat
 from xtrain.compiler import SiteError
 from xtrain.ops.dropout import dropout_on_cpu
 from xtrain.rng import site_seed
 
 P, SEED = 0.5, 1
+NUM_LAYERS, HEADS, VOCAB = 2, 4, 128
 _KINDS = {"attention": "A", "cross_attention": "C", "feed_forward": "F"}
 Record = dict[str, Any]
 
@@ -84,43 +95,41 @@ class _Subject:
         usual = dict(kernels="off", fullgraph=True, dropout=P, backend="aot_eager")
         return xtrain.compile(self.model, seed=SEED, **{**usual, **keywords})
 
-    def check_plain(self, record: Record) -> None:
+    def train_plain(self) -> list[Tensor | None]:
+        """Train by torch.compile alone."""
         torch._dynamo.reset()
+        return self.train(torch.compile(self.model, backend="aot_eager", fullgraph=True))
+
+    def check_plain(self, record: Record) -> None:
         # A loss that logs through warning_once is no reason to count a class out.
         torch_compat.ignore_logging_calls()
         try:
-            self.plain = self.train(torch.compile(self.model, backend="aot_eager", fullgraph=True))
+            self.plain = self.train_plain()
             record["plain"] = True
         except Exception as error:
             record["plain"] = first_line(error)
 
     def check_sites(self, record: Record) -> None:
         """Sites and masks; where plain torch breaks the graph, ours is tried with breaks."""
-        whole = record.get("plain") is True
-        try:
-            compiled = self.compiled(fullgraph=whole)
-            with recorded_dropout() as calls:
-                self.dropped = self.train(compiled)
-        except Exception as error:
-            kind = "refused" if isinstance(error, SiteError) else "failed"
-            record[kind] = first_line(error)
-            self._sites_without_strict(record, whole)
-            return
-        self._note_sites(record, compiled, calls)
+        self._find_sites(record, fullgraph=record.get("plain") is True)
 
     def check_quick(self, record: Record) -> None:
         """Sites and masks of one forward under backend="eager", with graph breaks if need be."""
+        self._find_sites(record, fullgraph=False, backend="eager")
+
+    def _find_sites(self, record: Record, **keywords: Any) -> None:
         try:
-            compiled = self.compiled(fullgraph=False, backend="eager")
-            with recorded_dropout() as calls, torch.no_grad():
-                compiled(**self.call)
+            compiled = self.compiled(**keywords)
+            with recorded_dropout() as calls:
+                if "backend" in keywords:
+                    with torch.no_grad():
+                        compiled(**self.call)
+                else:
+                    self.dropped = self.train(compiled)
         except Exception as error:
             record["refused" if isinstance(error, SiteError) else "failed"] = first_line(error)
-            self._sites_without_strict(record, False)
+            self._sites_without_strict(record, keywords["fullgraph"])
             return
-        self._note_sites(record, compiled, calls)
-
-    def _note_sites(self, record: Record, compiled: Any, calls: list[Any]) -> None:
         report = compiled.report()
         record["graphs"] = report.num_train_graphs
         record["sites"] = spelt_sites(report.sites)
@@ -161,9 +170,8 @@ class _Subject:
 
     def _plain_under_checkpointing(self) -> str:
         """What becomes of the model under plain torch.compile, checkpointed; "" if nothing does."""
-        torch._dynamo.reset()
         try:
-            trained = self.train(torch.compile(self.model, backend="aot_eager", fullgraph=True))
+            trained = self.train_plain()
         except Exception as error:
             return f"plain torch.compile fails too: {first_line(error)}"
         if all_equal(self.plain, trained):
@@ -280,3 +288,119 @@ def first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = " ".join(lines[:3]) if lines else ""
     return f"{type(error).__name__}: {text}"[:300]
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+_TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "decoder_layers")
+
+
+def build(model_type: str) -> nn.Module:
+    """Return the shrunk model of a type, in training mode, seeded. Raises what building raises."""
+    model_class = getattr(transformers, model_types()[model_type])
+    config = shrunk_config(model_type, model_class.config_class)
+    if model_class._can_set_experts_implementation():
+        config._experts_implementation = "batched_mm"  # traces whole on a CPU, unlike the default
+    torch.manual_seed(0)
+    return model_class(config).train()
+
+
+def inputs(model: nn.Module) -> dict[str, Any]:
+    """Return token ids and labels: two samples of nine tokens, no padding."""
+    # Tokens from 3 on: 0 to 2 pad, begin and end.
+    ids = torch.randint(3, VOCAB, (2, 9), generator=torch.Generator().manual_seed(1))
+    call: dict[str, Any] = dict(input_ids=ids, labels=ids.clone())
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        call["use_cache"] = False
+    return call
+
+
+def shrunk_config(model_type: str, config_class: type) -> Any:
+    """Return the small configuration of a type."""
+    extra = _configs().get(model_type, {})
+    try:
+        default = config_class().to_dict()
+    except Exception:  # no defaults of its own: everything comes from configs.toml
+        default = {}
+    values = _shrunk(default, _sizes())
+    if values.get("is_encoder_decoder"):
+        values["is_encoder_decoder"] = False
+    if "is_decoder" in default:
+        values["is_decoder"] = True
+    return config_class(**_merged(values, extra))
+
+
+@cache
+def _configs() -> dict[str, Any]:
+    return tomllib.loads((Path(__file__).parent / "configs.toml").read_text())
+
+
+@cache
+def _sizes() -> dict[str, int]:
+    """Return what a field becomes, by its name."""
+    sizes = _configs()["sizes"]
+    return {name: int(value) for value, names in sizes.items() for name in names.split()}
+
+
+def _shrunk(default: dict[str, Any], sizes: dict[str, int]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    depth = next((default[n] for n in _LAYER_COUNTS if isinstance(default.get(n), int)), 0)
+    lists = {k: v for k, v in default.items() if _is_per_layer(v, depth)}
+    kept = _kept_layers(list(lists.values()))
+    for name, value in default.items():
+        if name in ("model_type", "transformers_version", "architectures", "dtype"):
+            continue
+        if isinstance(value, dict) and name.endswith("config"):
+            values[name] = _shrunk(value, sizes)
+            if "model_type" in value:
+                values[name]["model_type"] = value["model_type"]
+        elif name in lists:
+            values[name] = [value[i] for i in kept]
+        elif name in _TOKENS:
+            values[name] = _TOKENS[name]
+        elif _is_dropout(name, value):
+            values[name] = type(value)(0)
+        elif name == "num_key_value_heads" and isinstance(value, int):
+            heads = default.get("num_attention_heads", value)
+            values[name] = HEADS if value == heads else 1 if value == 1 else HEADS // 2
+        elif name == "head_dim" and "qk_rope_head_dim" in default:
+            values[name] = sizes["qk_rope_head_dim"]  # latent attention rotates that part alone
+        elif name in sizes and isinstance(value, int):
+            values[name] = sizes[name]
+    return values
+
+
+def _is_per_layer(value: Any, depth: int) -> bool:
+    return isinstance(value, list | tuple) and depth > NUM_LAYERS and len(value) == depth
+
+
+def _kept_layers(lists: list[list[Any]]) -> list[int]:
+    """The first layer, and the one that differs from it in most of the lists."""
+    if not lists:
+        return []
+    differing = [sum(values[i] != values[0] for values in lists) for i in range(len(lists[0]))]
+    second = differing.index(max(differing)) or 1
+    return [0, second]
+
+
+def _is_dropout(name: str, value: Any) -> bool:
+    drops = "drop" in name or name.endswith("pdrop") or "jitter" in name
+    return drops and isinstance(value, float | int) and not isinstance(value, bool)
+
+
+def _merged(values: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(values)
+    for name, value in extra.items():
+        if isinstance(value, dict) and isinstance(merged.get(name), dict):
+            merged[name] = _merged(merged[name], value)
+        elif value == "__absent__":
+            merged.pop(name, None)
+        else:
+            merged[name] = value
+    return merged
+
+
+def loss_of(output: Any) -> Tensor:
+    """Return the loss of a model's output."""
+    return output.loss if hasattr(output, "loss") else output[0]

@@ -1,50 +1,43 @@
-"""From what op_timing measured to the report: rows, targets, the choice of form, words."""
+"""From what timing.py measured to the report: rows, targets, the choice of form, words, plot."""
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from bench import harness
-from bench.harness import GIB, NOT_AVAILABLE, Ratio, Summary, block_ratio, flat, short
-from bench.op_timing import Measured, Plan
-from bench.ops.common import BEST_OTHER, COPY, INDUCTOR, LIGER, OURS, SEE_THROUGH, Target
+from bench.harness import GIB, Ratio, Summary, block_ratio, flat, percentile
+from bench.ops.common import (
+    BEST_OTHER,
+    COPY,
+    INDUCTOR,
+    LIGER,
+    OURS,
+    SEE_THROUGH,
+    Bench,
+    Target,
+)
+from bench.ops.timing import Measured, Plan
+from bench.report import NOT_AVAILABLE, Report, figure, noise, short, texts
 
 HEADERS_BEFORE = ["Case", "Mode", "Provider", "Time p50 [p20, p80] (us)", "Rate", "Of copy"]
 HEADERS_AFTER = ["Peak (GiB)", "Error", "First call (s)"]
 GLANCE_HEADERS = ["Op, case", "xtrain (us)", "Rate", "Of copy", "vs inductor", "vs Liger"]
 GLANCE_HEADERS += ["Best other", "Peak (GiB)"]
 FORM_HEADERS = ["Op, case", "Mode", "Kernel / see-through", "Better form"]
-
-
-@dataclass
-class OpsReport(harness.Report):
-    """A report with a table per op in place of one; `data` holds all rows for the JSON."""
-
-    sections: list[tuple[str, list[str], list[list[str]]]] = field(default_factory=list)
-
-    def write(self, json_path: Path | None, markdown_path: Path | None) -> None:
-        """Write the files that were asked for; in the JSON a measured row is a line."""
-        super().write(None, markdown_path)
-        if json_path is not None:
-            found = harness.plain({k: v for k, v in asdict(self).items() if k != "sections"})
-            text = json.dumps(found, separators=(",", ":"))
-            json_path.parent.mkdir(parents=True, exist_ok=True)
-            json_path.write_text(text.replace('{"op":', '\n{"op":') + "\n")
-
-    def table(self, form: str = "simple") -> str:
-        """Return the tables of all sections under their titles."""
-        mark = "### " if form == "github" else ""
-        return "\n\n".join(
-            f"{mark}{title}\n\n{harness.table(headers, rows, form)}"
-            for title, headers, rows in self.sections
-        )
+COLOURS = {
+    "eager": "#9aa0a6",
+    "inductor": "#4c78a8",
+    "inductor, xtrain": "#72b7b2",
+    "xtrain": "#e45756",
+    "Liger": "#f2b04c",
+}
+OTHER_COLOURS = ("#54a24b", "#b279a2", "#9d755d", "#79706e", "#d6a5c9")
+PLOT_COLUMNS = 2
 
 
 class Rows:
@@ -80,51 +73,46 @@ class Rows:
 
 
 def p50_ms(row: Measured) -> float:
-    return harness.percentile(flat(row.blocks), 50)
+    return percentile(flat(row.blocks), 50)
 
 
 def build_report(
-    benches: Sequence[ModuleType],
+    benches: Sequence[Bench],
     measured: Sequence[Measured],
     plan: Plan,
     environment: dict[str, Any],
     command: str,
-) -> OpsReport:
+) -> Report:
     """Return the report of a run over some ops."""
     rows = Rows(measured)
     on_gpu = environment["gpu"] != NOT_AVAILABLE
-    machine = environment["gpu" if on_gpu else "cpu"]
+    values = dict(environment=environment, on_gpu=on_gpu, benches=benches, plan=plan)
+    said = texts(Path(__file__).with_name("words.jinja"), **values)
     checks = [check for bench in benches for check in checks_of(bench, rows)]
     sections = [("At a glance: forward and backward", GLANCE_HEADERS, glance_rows(rows))]
     sections += [section(bench, rows) for bench in benches]
     if forms := form_rows(rows):
         sections.append(("See-through or opaque", FORM_HEADERS, forms))
-    return OpsReport(
-        title=f"Ops on {machine}: {', '.join(bench.OP for bench in benches)}",
-        question=" ".join(bench.QUESTION for bench in benches),
+    return Report(
+        title=said["title"][0],
+        question=" ".join(bench.question for bench in benches),
         result=result_sentences(checks, rows),
         setup=environment,
-        method=method_sentences(plan, on_gpu),
+        method=said["method"],
         headers=[],
         rows=[],
         reproduce=command,
-        limits=limits(rows),
+        limits=said["limits"] + limits(rows),
         checks=checks,
         data={"plan": asdict(plan), "rows": [row_data(rows, m) for m in measured]},
         sections=sections,
     )
 
 
-def section(bench: ModuleType, rows: Rows) -> tuple[str, list[str], list[list[str]]]:
-    mine = [m for m in rows.all if m.op == bench.OP]
-    versus = versus_of(bench)
-    headers = [*HEADERS_BEFORE, *(f"vs {p}" for p in versus), *HEADERS_AFTER]
-    return bench.OP, headers, [table_row(rows, m, versus) for m in mine]
-
-
-def versus_of(bench: ModuleType) -> tuple[str, ...]:
-    """Return the providers that an op's rows are compared with."""
-    return getattr(bench, "VERSUS", (INDUCTOR, LIGER))
+def section(bench: Bench, rows: Rows) -> tuple[str, list[str], list[list[str]]]:
+    mine = [m for m in rows.all if m.op == bench.op]
+    headers = [*HEADERS_BEFORE, *(f"vs {p}" for p in bench.versus), *HEADERS_AFTER]
+    return bench.op, headers, [table_row(rows, m, bench.versus) for m in mine]
 
 
 def table_row(rows: Rows, row: Measured, versus: Sequence[str]) -> list[str]:
@@ -166,13 +154,13 @@ def as_share(time_ratio: Ratio) -> str:
 # --- targets --------------------------------------------------------------------------------------
 
 
-def checks_of(bench: ModuleType, rows: Rows) -> list[list[str]]:
+def checks_of(bench: Bench, rows: Rows) -> list[list[str]]:
     """Return [claim, wanted, measured, met or missed] for each target and case."""
     found = []
-    for target in bench.TARGETS:
-        for row in rows.of(bench.OP, target.mode, target.of):
+    for target in bench.targets:
+        for row in rows.of(bench.op, target.mode, target.of):
             if not target.cases or row.case.name in target.cases:
-                found.append(check(bench.OP, target, row, rows))
+                found.append(check(bench.op, target, row, rows))
     return found
 
 
@@ -263,49 +251,10 @@ def result_sentences(checks: Sequence[Sequence[str]], rows: Rows) -> list[str]:
     return sentences or ["No targets are set for these cases."]
 
 
-def method_sentences(plan: Plan, on_gpu: bool) -> list[str]:
-    clock = (
-        "CUDA events around replays of a CUDA graph, which leaves out launches (rows that cannot "
-        "be captured say so)"
-        if on_gpu
-        else "wall time"
-    )
-    return [
-        f"{plan.num_blocks} blocks; in each every provider is visited twice, there and back, in an "
-        f"order that changes from block to block. A visit is a sample that does not count and some "
-        f"that do, by {clock}.",
-        "forward is a training forward, which keeps what its backward needs; both is forward and "
-        "backward, with all gradients returned. Random data; where a call's tensors would fit in "
-        "four L2 caches, calls take turns over copies of them.",
-        "Of copy: the time that torch's copy_ takes to move as many bytes as must move at least, "
-        "over the provider's, measured as one more provider in the same blocks. Rates count those "
-        "bytes, or the FLOPs of the products alone.",
-        "vs: the provider's time over another's, e.g. inductor's (plain PyTorch under "
-        "torch.compile); below 1 is faster. Ratios are formed within each block; given are their "
-        "median and in brackets a distribution-free interval for it.",
-        "Peak: memory of forward and backward beyond the inputs, returned gradients included. "
-        "Error: the largest error against fp64 over plain PyTorch's in the same dtype; every "
-        "output and gradient is checked before anything is timed (ours at most 2; providers that "
-        "draw their own masks are held to those).",
-        "First call: forward and backward, compilation included, from caches on disk where the "
-        "setup says that they were filled before.",
-    ]
-
-
 def limits(rows: Rows) -> list[str]:
-    """Say what the figures do not show, what is missing and what failed."""
-    lines = [
-        "Alone in a loop: in a model an op shares caches, launches and fusions with its "
-        "neighbours; the training comparison shows what is left of it.",
-    ]
-    spreads = {}
-    for m in rows.all:
-        if m.is_timed:
-            summary = Summary.of(flat(m.blocks))
-            spreads[f"{m.op} {m.case}, {m.provider}"] = (summary.p80 - summary.p20) / summary.p50
-    if spreads:
-        name = max(spreads, key=lambda n: spreads[n])
-        lines.append(f"Noise: p20 to p80 spans up to {spreads[name]:.0%} of the median ({name}).")
+    """Say how noisy it was, what is missing and what failed."""
+    timed = [m for m in rows.all if m.is_timed]
+    lines = noise({f"{m.op} {m.case}, {m.provider}": Summary.of(flat(m.blocks)) for m in timed})
     for words, attribute in (("not there", "missing"), ("failed", "error")):
         by_reason: dict[str, list[str]] = {}
         for m in rows.all:
@@ -320,7 +269,7 @@ def row_data(rows: Rows, row: Measured) -> dict[str, Any]:
     """Return what the JSON holds of a row; times in microseconds."""
     us = [1e3 * t for t in flat(row.blocks)]
     ratios = {p: rows.ratio(row, p) for p in (COPY, INDUCTOR, LIGER, SEE_THROUGH)}
-    p50 = harness.percentile(us, 50) if us else None
+    p50 = percentile(us, 50) if us else None
     return {
         "op": row.op,
         "case": row.case.name,
@@ -341,3 +290,63 @@ def row_data(rows: Rows, row: Measured) -> dict[str, Any]:
         "visits_us": [[round(1e3 * statistics.median(v), 3) for v in b] for b in row.blocks],
         **{f"time_over_{p}": asdict(r) if r else None for p, r in ratios.items()},
     }
+
+
+# --- the plot -------------------------------------------------------------------------------------
+
+
+def draw(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
+    """Write a PNG, one panel per op: GB/s, or TFLOP/s where arithmetic is the limit.
+
+    Args:     rows: those of the report's JSON; mode "both" is drawn.
+    """
+    timed = [r for r in rows if r["mode"] == "both" and r["time_us"] and not r["error"]]
+    ops = list(dict.fromkeys(r["op"] for r in timed))
+    if not ops:
+        return
+    num_rows = math.ceil(len(ops) / PLOT_COLUMNS)
+    size = (15, 4.2 * num_rows)
+    with figure(path, 110, num_rows, PLOT_COLUMNS, figsize=size) as (drawn, panels):
+        for panel in panels.flat[len(ops) :]:
+            panel.set_visible(False)
+        for op, panel in zip(ops, panels.flat, strict=False):
+            draw_op(panel, [r for r in timed if r["op"] == op])
+            panel.set_title(op, loc="left", fontweight="bold")
+        drawn.suptitle(title)
+
+
+def draw_op(panel: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Draw bars per case, one per provider; copy is a line over its case."""
+    cases = list(dict.fromkeys(label_of(r) for r in rows))
+    providers = [p for p in dict.fromkeys(r["provider"] for r in rows) if p != COPY]
+    unit = "TFLOP/s" if any(r["tflop_per_s"] for r in rows) else "GB/s"
+    width = 0.8 / max(len(providers), 1)
+    spare = iter(OTHER_COLOURS * 2)
+    for index, provider in enumerate(providers):
+        mine = [r for r in rows if r["provider"] == provider]
+        middles = [cases.index(label_of(r)) - 0.4 + (index + 0.5) * width for r in mine]
+        colour = COLOURS.get(provider) or next(spare)
+        panel.bar(middles, [rate_of(r) for r in mine], width, label=provider, color=colour)
+    for r in rows:
+        if r["provider"] == COPY:
+            at, first = cases.index(label_of(r)), label_of(r) == cases[0]
+            label = "copy of as many bytes" if first else None
+            panel.hlines(rate_of(r), at - 0.45, at + 0.45, "black", "--", label=label)
+    panel.set_xticks(
+        range(len(cases)), cases, fontsize=5.5 if len(cases) > 8 else 7 if len(cases) > 4 else 8
+    )
+    panel.set_ylabel(f"forward and backward, {unit}")
+    panel.grid(axis="y", alpha=0.3)
+    panel.margins(y=0.25)
+    panel.legend(fontsize=7, ncols=6, loc="upper left", columnspacing=1.0, handlelength=1.4)
+
+
+def label_of(row: Mapping[str, Any]) -> str:
+    sizes = ", ".join(str(n) for n in row["shape"])
+    return "\n".join(
+        [*textwrap.wrap(row["case"], 14), *textwrap.wrap(f"[{sizes}]", 14), row["dtype"]]
+    )
+
+
+def rate_of(row: Mapping[str, Any]) -> float:
+    return row["tflop_per_s"] or row["gb_per_s"] or 0.0

@@ -1,0 +1,228 @@
+"""What benchmarks do with records of xtrain.drift: eager against compiled, margins, other machines.
+
+`bench/compare.py --drift` prints the first; bench/drift_study.py writes the others: how near two
+settings come to another token, and records of a GPU against one that was made here:
+
+    python -m xtrain.drift record --device cuda --out gpu.drift small      on the machine with a GPU
+    python -m xtrain.drift record --device cuda --out trained_000.drift RUN \\
+        --prompts prompts_000.txt --tokens 100 --batch 25 --op-steps 1     there too, each piece
+    python bench/drift_study.py --gpu gpu.drift trained_*.drift            here
+
+A preset's weights are drawn by NumPy, so that both machines start from equal bits without a copy;
+RUN and its prompts are copies of those in the study's --work.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from bench.report import table
+from bench.train.models import autocast, build_config
+from bench.train.variants import Setting
+from xtrain import compile as xtrain_compile
+from xtrain import drift
+from xtrain.drift import Comparison, compare
+from xtrain.drift.factors import run_child
+from xtrain.drift.margins import find_loop
+from xtrain.drift.models import draw_tokens, draw_weights
+from xtrain.drift.record_folder import Record
+from xtrain.drift.report import as_text, context, size_text
+from xtrain.model import Transformer
+
+# --- eager against compiled -----------------------------------------------------------------------
+
+MAX_TOKENS = 256  # of the sequence: the logits of every position are kept
+
+
+def compare_with_eager(setting: Setting) -> dict[str, drift.Comparison]:
+    """Return variant -> its comparison with the eager model, which is a."""
+    setting = replace(setting, batch=1, seq=min(setting.seq, MAX_TOKENS))
+    if setting.threads is not None:
+        torch.set_num_threads(setting.threads)
+    model = Transformer(build_config(setting))
+    draw_weights(model, setting.seed)
+    model.to(setting.device).eval()
+    drawn = draw_tokens(setting.batch, setting.seq, setting.vocab, setting.seed)
+    tokens = torch.from_numpy(drawn).to(setting.device)
+    with autocast(setting):
+        eager = drift.record(model, tokens)
+        fused = drift.record(model, tokens, mode="inductor")
+        compiled = xtrain_compile(model, dropout=setting.dropout, seed=setting.seed).eval()
+        ours = drift.record(compiled, tokens)
+    return {
+        "torch.compile": drift.compare(eager, fused),
+        "xtrain.compile": drift.compare(eager, ours),
+    }
+
+
+def eager_against_compiled(setting: Setting) -> str:
+    """Return as text where the numbers of what is compiled leave those of eager.
+
+    One forward of one sequence, no dropout: the eager model op by op against torch.compile (block
+    outputs) and against xtrain.compile (logits).
+    """
+    parts = []
+    for name, comparison in compare_with_eager(setting).items():
+        parts.append(f"=== eager (A) and {name} (B) ===\n\n{as_text(comparison)}")
+    return "\n".join(parts)
+
+
+# --- margins -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Margins:
+    """What 200 prompts x 100 tokens say, over all pieces."""
+
+    margins: list[list[float]] = field(default_factory=list)  # per prompt and step, of A
+    shifts: list[float] = field(default_factory=list)
+    num_can_flip: int = 0
+    num_other_tokens: int = 0
+    num_equal_prompts: int = 0
+    loops: list[int] = field(default_factory=list)  # first step of each
+    tightest: tuple[float, float, str] = (float("inf"), 0.0, "")  # margin, its shift, text
+    nearest: tuple[float, float, str] = (float("inf"), 1.0, "")
+    first: str = ""
+
+    def steps(self, start: int | None, stop: int | None) -> list[list[float]]:
+        """Return the margins of some steps of every prompt."""
+        return [steps[start:stop] for steps in self.margins]
+
+
+def gather(found: Margins, a: Path, b: Path) -> None:
+    """Add one piece."""
+    comparison = compare(a, b)
+    if comparison.reason is not None:
+        raise SystemExit(f"{a} and {b}: {comparison.reason}")
+    found.first = found.first or str(comparison.first_divergence)
+    for case in comparison.a.cases:
+        found.margins.append([float(step.info["margin"][0]) for step in case.steps])
+        loop = find_loop([step.tokens[0] for step in case.steps])
+        if loop is not None:
+            found.loops.append(loop[0])
+    found.num_other_tokens += sum(not prompt.tokens_equal for prompt in comparison.prompts)
+    found.num_equal_prompts += sum(prompt.logits_equal for prompt in comparison.prompts)
+    for position in comparison.positions:
+        found.shifts.append(position.shift)
+        found.num_can_flip += position.can_flip
+        place = (position.margin, position.shift)
+        if position.margin < found.tightest[0]:
+            found.tightest = (*place, context(comparison.a, position))
+        if position.shift * found.nearest[0] > position.margin * found.nearest[1]:
+            found.nearest = (*place, context(comparison.a, position))
+
+
+def ratio_text(margin: float, shift: float) -> str:
+    """Return how many times the shift fits into the margin."""
+    return f"{margin / shift:.3g}" if shift > 0 else "infinity"
+
+
+# --- another machine ------------------------------------------------------------------------------
+
+FLAGS = ("record", "small", "--threads=1")  # and what else record does by default
+
+
+def machines(work: Path, others: list[Path], pieces: list[Path]) -> str:
+    """Return the section as Markdown.
+
+    Args:     work: where this machine's record of the preset is made, once.
+              others: records of another machine.
+              pieces: this machine's records of the trained run; `others` of the same prompts are
+                  compared with them.
+    """
+    trained = {_prompts(path): path for path in pieces}
+    partners = [(path, trained.get(_prompts(path))) for path in others]
+    parts = ["## CPU against GPU"]
+    if drawn := [path for path, partner in partners if partner is None]:
+        parts.append(_drawn_weights(work, drawn))
+    if pairs := [(here, path) for path, here in partners if here is not None]:
+        parts.append(_trained_run(pairs))
+    return "\n\n".join(parts)
+
+
+def _prompts(path: Path) -> str:
+    """The prompts of a record, as they are compared."""
+    return json.dumps(Record(path).contents["prompts"], sort_keys=True)
+
+
+def _trained_run(pairs: list[tuple[Path, Path]]) -> str:
+    """Margins and shifts of the trained run, a row for each device and dtype."""
+    found: dict[str, Margins] = {}
+    for here, other in pairs:
+        record = Record(other)
+        name = _name(record.environment, record.run)
+        gather(found.setdefault(name, Margins()), here, other)
+    rows = [
+        (
+            name,
+            margins.first,
+            len(margins.margins),
+            len(margins.shifts),
+            f"{max(margins.shifts):.3g}",
+            f"{margins.tightest[0]:.3g}",
+            margins.num_can_flip,
+            margins.num_other_tokens,
+        )
+        for name, margins in found.items()
+    ]
+    headers = ("B", "first difference", "prompts", "places", "max shift", "smallest margin")
+    headers = (*headers, "can flip", "prompts with other tokens")
+    a = Record(pairs[0][0])
+    intro = (
+        f"The trained model on prompts of the margins above, {a.run['num_tokens']} tokens "
+        "each; A is the record of this machine's CPU in fp32, ATen level default. Where a prompt "
+        "gets another token, the places behind it are not compared: they follow another text."
+    )
+    return f"{intro}\n\n{table(headers, rows)}"
+
+
+def _drawn_weights(work: Path, others: list[Path]) -> str:
+    here = work / "devices.drift"
+    if not here.exists():
+        done = run_child([*FLAGS, f"--out={here}"], {})
+        if done.error:
+            raise SystemExit(f"failed: {done.error}")
+    record = Record(here)
+    comparisons = [compare(here, other) for other in others]
+    refused = [f"{c.b.path}: {c.reason}" for c in comparisons if c.reason is not None]
+    if refused:
+        raise SystemExit("; ".join(refused))
+    rows = [_row(comparison) for comparison in comparisons]
+    headers = ("B", "verdict", "first difference", "size", "block outputs, first to last")
+    headers = (*headers, "max shift", "places", "can flip", "flipped")
+    alone = sorted({f"`{found.op}`" for c in comparisons for found in c.unmatched})
+    steps = record.run["num_tokens"]
+    intro = (
+        f"Preset small with weights drawn by NumPy from seed 0 (not trained: its margins are those "
+        f"of noise), {len(record.cases)} built-in prompts x {steps} tokens, as `record` does them. "
+        f"A is this machine's CPU in fp32, one thread, torch {record.environment['torch.version']}."
+    )
+    end = f"Without a partner, and never called a difference: {', '.join(alone)}."
+    return f"{intro}\n\n{table(headers, rows)}" + (f"\n\n{end}" if alone else "")
+
+
+def _row(found: Comparison) -> tuple:
+    first, run = found.first_divergence, found.b.run
+    growth = [layer.max_abs for layer in found.growth if layer.num_compared]
+    return (
+        _name(found.b.environment, run),
+        found.exit_code,
+        str(first) if first else "-",
+        size_text(first.distance) if first else "-",
+        f"{growth[0]:.3g} to {growth[-1]:.3g}" if growth else "-",
+        f"{max((place.shift for place in found.positions), default=0.0):.3g}",
+        len(found.positions),
+        sum(place.can_flip for place in found.positions),
+        sum(place.flipped for place in found.positions),
+    )
+
+
+def _name(environment: dict, run: dict) -> str:
+    gpus = environment["cuda.gpus"] if run["device"].startswith("cuda") else None
+    where = gpus[0].split(",")[0] if gpus else f"{environment['cpu.model']} CPU"
+    dtype = "fp32" if run["dtype"] == "auto" else run["dtype"]
+    return f"{where}, torch {environment['torch.version']}, {dtype}"
