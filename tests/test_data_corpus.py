@@ -14,7 +14,8 @@ from xtrain.data.sources import TEXT_SUFFIXES
 
 @pytest.fixture
 def corpus(tmp_path):
-    (tmp_path / "a.txt").write_bytes(bytes(range(32, 127)) * 20)  # 1900 tokens
+    letters = bytes(range(32, 127))
+    (tmp_path / "a.txt").write_bytes(letters * 19 + letters[::-1])  # 1900 tokens
     return open_corpus([tmp_path / "a.txt"], cache_dir=tmp_path / "cache", progress=False)
 
 

@@ -15,20 +15,13 @@ import numpy as np
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from training import running
 
 from xtrain import checkpoint, train
 from xtrain.config import RunConfig
 from xtrain.data import Batches, load_tokenizer
+from xtrain.model import Config, Transformer
 from xtrain.training import session
 from xtrain.training.run_folder import RunFolder, metrics_line
-
-
-@pytest.fixture
-def runner(tmp_path):
-    with running(tmp_path) as runner:
-        yield runner
-
 
 # --- the command line ---------------------------------------------------------------------------
 
@@ -181,26 +174,13 @@ def test_a_name_is_never_used_twice(runner, capsys):
     assert sorted(p.name for p in (runner.folder / "runs").iterdir()) == ["mine", "tiny", "tiny-2"]
 
 
-def test_two_eager_runs_are_bitwise_equal(runner):
-    """Row C58; the compiled case is with the recompiles, below."""
-    for name in ("one", "two"):
-        flags = ("--steps=20", "--dropout=0.2", "--set=train.micro_batch_size=2")
-        assert runner(f"--name={name}", *flags) == 0
-    assert_equal_runs(runner, "one", "two")
-
-
 def assert_equal_runs(runner, first, second):
     assert runner.losses(first) == runner.losses(second)
     assert len(set(runner.losses(first))) == len(runner.losses(first)) >= 20
-    one, two = (read_newest(runner, name) for name in (first, second))
+    one, two = (runner.newest(name) for name in (first, second))
     for group in ("model", "optimizer"):
         for key, tensor in one.tensors[group].items():
             assert torch.equal(tensor, two.tensors[group][key]), key
-
-
-def read_newest(runner, name):
-    path, _ = checkpoint.newest_complete(runner.run(name) / "checkpoints")
-    return checkpoint.read(path)
 
 
 def test_thirty_compiled_steps_compile_once(runner, monkeypatch, caplog):
@@ -251,7 +231,7 @@ def test_thirty_compiled_steps_compile_once(runner, monkeypatch, caplog):
 
     # row C47: what was saved compiled goes on eagerly, and is saved under the same names
     assert runner("--resume=warm", "--steps=31", "--no-compile") == 0
-    eager, compiled = (read_newest(runner, name) for name in ("warm", "cold"))
+    eager, compiled = (runner.newest(name) for name in ("warm", "cold"))
     assert (eager.step, compiled.step) == (31, 30)
     for group, tensors in compiled.tensors.items():
         assert eager.tensors[group].keys() == tensors.keys()
@@ -283,7 +263,7 @@ def test_records_one_step_late_are_the_same_records(runner, monkeypatch):
         for key in ("step", "loss", "learning_rate", "grad_norm", "tokens", "compile"):
             assert at_once[key] == late[key]
         assert at_once.get("val_loss") == late.get("val_loss")
-    assert read_newest(runner, "late").state["data"] == read_newest(runner, "at-once").state["data"]
+    assert runner.newest("late").state["data"] == runner.newest("at-once").state["data"]
 
 
 def test_a_step_without_targets_is_skipped_and_said(runner, monkeypatch, capsys):
@@ -302,7 +282,7 @@ def test_a_step_without_targets_is_skipped_and_said(runner, monkeypatch, capsys)
     records = runner.records("skips")
     assert [record["loss"] is None for record in records] == [True, False, True, False]
     assert [record["tokens"] for record in records] == [0, 64, 64, 128]
-    moments = read_newest(runner, "skips").tensors["optimizer"]
+    moments = runner.newest("skips").tensors["optimizer"]
     assert moments["norm.weight/step"] == 2  # two updates
 
 
@@ -330,7 +310,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(runner, capsy
     assert "is not finite" in error and "learning rate 1e+30" in error
     assert "continue with: python -m xtrain.train --resume" in error
     records = runner.records("bad")
-    saved = read_newest(runner, "bad")
+    saved = runner.newest("bad")
     assert saved.step == len(records) >= 1  # the step before the failure
     assert all(math.isfinite(record["loss"]) for record in records)
 
@@ -393,15 +373,35 @@ def test_one_of_several_processes_is_refused(runner, capsys, monkeypatch, variab
 
 
 def test_validation_does_not_depend_on_the_cut(runner, capsys):
-    """Also with a micro-batch that does not divide the windows there are."""
-    losses = []
-    for size in (4, 2, 1):
-        flags = ("--set=train.eval_interval=1", f"--set=train.micro_batch_size={size}")
-        assert runner(f"--name=m{size}", "--steps=1", *flags) == 0
-        losses.append(runner.records(f"m{size}")[0]["val_loss"])
-    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+    """It is the mean over the windows; the last of them fill no micro-batch."""
+    losses = {}
+    for micro, batch, count in ((8, 8, 2), (4, 8, 2), (1, 8, 2), (16, 16, 99)):
+        name = f"m{micro}"
+        sizes = (f"--set=train.batch_size={batch}", f"--set=train.micro_batch_size={micro}")
+        options = ("--steps=2", "--set=train.eval_interval=2", f"--set=train.eval_batches={count}")
+        assert runner(f"--name={name}", *sizes, *options) == 0
+        losses[name] = runner.records(name)[-1]["val_loss"]
     out = capsys.readouterr().out
     assert "residual site" not in out and "matched" not in out  # no dropout: no tables
+    everything = losses.pop("m16")
+    assert max(losses.values()) - min(losses.values()) < 1e-6
+    saved = runner.newest("m16")
+    model = Transformer(Config.from_dict(saved.state["model"]))
+    model.load_state_dict(saved.tensors["model"])
+    ids = np.frombuffer(runner.corpus.read_bytes(), dtype=np.uint8).astype(np.int64)
+    held_out = ids[len(ids) - round(0.05 * len(ids)) :]
+    count = (len(held_out) - 1) // 16
+    assert count % 16  # a last micro-batch that is not full
+    inputs = torch.from_numpy(held_out[: count * 16].reshape(count, 16).copy())
+    targets = torch.from_numpy(held_out[1 : count * 16 + 1].reshape(count, 16).copy())
+    with torch.no_grad():
+        assert everything == pytest.approx(model(inputs, targets)[1].item(), abs=1e-5)
+    sample = Batches(held_out, seq_len=16, batch_size=8, seed=0)
+    inputs, targets = map(torch.from_numpy, sample.samples(0, 16))
+    saved = runner.newest("m4")
+    model.load_state_dict(saved.tensors["model"])
+    with torch.no_grad():
+        assert losses["m4"] == pytest.approx(model(inputs, targets)[1].item(), abs=1e-5)
 
 
 def test_warnings_are_shown_in_one_line(runner, capsys, monkeypatch):

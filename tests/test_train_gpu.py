@@ -7,7 +7,6 @@ import math
 
 import pytest
 import torch
-from training import running
 
 from xtrain import checkpoint
 from xtrain.config import OptimSection
@@ -19,12 +18,6 @@ from xtrain.training.update import TrainingError, Updater
 pytestmark = pytest.mark.gpu
 
 FLAGS = ("--dropout=0.2", "--device=cuda", "--set=train.micro_batch_size=2")
-
-
-@pytest.fixture
-def runner(tmp_path):
-    with running(tmp_path) as runner:
-        yield runner
 
 
 def newest(runner, name):
