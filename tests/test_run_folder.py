@@ -139,7 +139,7 @@ def test_ctrl_c_saves_and_the_rest_can_follow(runner, straight):
     assert_same_end(runner, "run")
 
 
-def test_sigterm_saves_as_ctrl_c_does(runner, capsys, monkeypatch):
+def test_sigterm_saves_as_ctrl_c_does(runner, capfd, monkeypatch):
     original = Updater.step
 
     def step(self, batch):
@@ -149,7 +149,7 @@ def test_sigterm_saves_as_ctrl_c_does(runner, capsys, monkeypatch):
 
     monkeypatch.setattr(Updater, "step", step)
     assert runner("--name=term", "--steps=10", *FLAGS) == 128 + signal.SIGTERM
-    out, error = capsys.readouterr()
+    out, error = capfd.readouterr()
     assert "stopping after this step, then saving" in error and "stopped by SIGTERM" in out
     assert runner.newest("term").step == 2
 
