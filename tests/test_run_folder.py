@@ -10,9 +10,10 @@ import threading
 import time
 
 import pytest
-from training import FLAGS, assert_same_end, error_of
+import torch
+from training import FLAGS, apart, assert_same_end, error_of
 
-from xtrain import generate
+from xtrain import generate, train
 from xtrain.config import ConfigError
 from xtrain.training import run_folder, session
 from xtrain.training.update import Updater
@@ -81,34 +82,20 @@ def test_a_run_in_use_can_be_read(runner, started):
 class Process:
     """The command in a process of its own, its steps slow enough to be met by a signal.
 
-    patch: lines that run before it.
+    patch: code that runs before it.
     """
 
     def __init__(self, runner, *extra, patch=""):
-        script = patch + (
-            "import sys, time, torch; torch.set_num_threads(1)\n"
-            "from xtrain import train\n"
-            "from xtrain.training import update\n"
-            "original = update.Updater.step\n"
-            "def step(self, batch):\n"
-            "    print('begin', batch.step, flush=True)\n"
-            "    time.sleep(float(sys.argv[1]))\n"
-            "    return original(self, batch)\n"
-            "update.Updater.step = step\n"
-            "sys.exit(train.main(sys.argv[2:]))\n"
-        )
-        slowness = "0.3"
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", script, slowness, *runner.arguments(*extra)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        output, written = apart.Pipe(duplex=False)
+        arguments = runner.arguments(*extra)
+        self.process = apart.Process(target=slowly, args=(arguments, patch, written), daemon=True)
+        self.process.start()
+        written.close()
+        self.stdout = open(os.dup(output.fileno()))
         self.output = ""
 
     def wait_for(self, text):
-        for line in self.process.stdout:
+        for line in self.stdout:
             self.output += line
             if text in line:
                 return
@@ -119,9 +106,29 @@ class Process:
         os.killpg(self.process.pid, number)  # as a terminal does: to the whole group
 
     def end(self):
-        self.output += self.process.communicate(timeout=60)[0]
+        self.output += self.stdout.read()
+        self.stdout.close()
+        self.process.join(60)
         self.took_s = time.perf_counter() - self.signalled
-        return self.process.returncode
+        return self.process.exitcode
+
+
+def slowly(arguments, patch, written):
+    os.setsid()
+    for stream in (1, 2):
+        os.dup2(written.fileno(), stream)
+    written.close()
+    exec(patch, {})
+    torch.set_num_threads(1)
+    original = Updater.step
+
+    def step(self, batch):
+        print("begin", batch.step, flush=True)
+        time.sleep(0.3)
+        return original(self, batch)
+
+    Updater.step = step
+    sys.exit(train.main(arguments))
 
 
 def test_ctrl_c_saves_and_the_rest_can_follow(runner, straight):

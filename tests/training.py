@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -26,6 +27,18 @@ TINY = (
 )
 # Two micro-batches a step and dropout: what a resume could lose is in use.
 FLAGS = ("--dropout=0.3", "--set=train.micro_batch_size=2", "--set=optim.schedule_steps=10")
+
+# Starts processes that have never computed, at the cost of a fork: a server has imported for them.
+apart = multiprocessing.get_context("forkserver")
+apart.set_forkserver_preload(
+    [
+        "pytest",
+        "torch._dynamo",
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+        "xtrain.training.plot",
+        "xtrain.training.session",
+    ]
+)
 
 
 def write_corpus(folder: Path) -> Path:
