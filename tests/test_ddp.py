@@ -10,10 +10,10 @@ import traceback
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from mask_oracle import keep_mask
 from probe_model import P, ProbeModel, decode_masks
 from torch.nn.parallel import DistributedDataParallel
+from training import apart
 
 import xtrain
 from xtrain.model import Config, Transformer
@@ -27,10 +27,9 @@ def run_on_two_ranks(function, *args):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    context = mp.get_context("spawn")
-    queue = context.Queue()
+    queue = apart.Queue()
     workers = [
-        context.Process(target=_worker, args=(function, rank, port, queue, args), daemon=True)
+        apart.Process(target=_worker, args=(function, rank, port, queue, args), daemon=True)
         for rank in range(2)
     ]
     for worker in workers:
