@@ -248,8 +248,7 @@ def test_blocks_get_fp32_tables_in_bf16(mode):
         assert table.dtype == torch.float32 and torch.equal(table, right)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full", 1])
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(("recompute", "autocast"), [("none", True), ("full", False), (1, True)])
 def test_traces_as_one_graph_at_any_size(recompute, autocast):
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounter()
