@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -55,3 +57,38 @@ def fixed_seeds():
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Each device in turn; the CUDA half carries the `gpu` marker."""
     return torch.device(request.param)
+
+
+# --- training runs --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def runner(tmp_path: Path) -> Iterator:
+    """The training command in a folder of its own."""
+    from training import running
+
+    with running(tmp_path) as runner:
+        yield runner
+
+
+@pytest.fixture(scope="session")
+def trained_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs to copy: `straight` has done ten steps, `started` two."""
+    from training import FLAGS, running
+
+    with running(tmp_path_factory.mktemp("trained")) as runner:
+        for name, steps in (("straight", 10), ("started", 2)):
+            assert runner(f"--name={name}", f"--steps={steps}", *FLAGS) == 0
+    return runner.folder / "runs"
+
+
+@pytest.fixture
+def straight(runner, trained_runs: Path) -> Path:
+    """A run of ten steps, which the others are held to."""
+    return runner.take(trained_runs / "straight")
+
+
+@pytest.fixture
+def started(runner, trained_runs: Path) -> Path:
+    """A run of two steps, to go on from."""
+    return runner.take(trained_runs / "started")

@@ -1,17 +1,23 @@
-"""xtrain.compile refuses wrong arguments, and training without the dropout that was asked for."""
+"""What is refused or fails, in one message that names the cause and what to do."""
 
 from __future__ import annotations
 
 import logging
+import random
+import re
+import warnings
 
 import pytest
 import torch
 from mask_oracle import keep_mask
 from probe_model import Block, P, ProbeModel, decode_masks
+from test_compile_moe import build, labelled
 from torch import nn
 
 import xtrain
+from xtrain import torch_compat
 from xtrain.compiler import SiteError
+from xtrain.compiler.backend import Backend
 from xtrain.model import Config, Transformer
 from xtrain.rng import site_seed
 
@@ -268,3 +274,255 @@ def test_blocks_compiled_anew_leave_the_first_compiled_model_with_an_error():
     with pytest.raises(RuntimeError, match="compile_blocks was called on this ProbeModel again"):
         first(tokens())
     assert torch.equal(first.eval()(tokens()), last(tokens())), "evaluation needs no dropout"
+
+
+# --- layers left out at random, and other breaks of a graph ---------------------------------------
+
+
+HOW = ["tensor", "bernoulli", "item", "python"]
+
+
+class LayerDrop(ProbeModel):
+    """Layer 1 is left out with a probability."""
+
+    def __init__(self, how, rate):
+        super().__init__(num_layers=3)
+        self.how, self.rate = how, rate
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for i, block in enumerate(self.blocks):
+            if i == 1 and self.how == "tensor":
+                drawn = torch.rand([])
+                if drawn < self.rate:
+                    continue
+            if i == 1 and self.how == "bernoulli":
+                if torch.bernoulli(torch.tensor(float(self.rate))):
+                    continue
+            if i == 1 and self.how == "item":
+                if torch.rand(1).item() < self.rate:
+                    continue
+            if i == 1 and self.how == "python":
+                if random.random() < self.rate:
+                    continue
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_random_branch_is_named_with_what_to_do(how):
+    """Each forward is accounted for by itself; one with fewer sites than before is an error."""
+    torch._dynamo.reset()
+    compiled = xtrain.compile(LayerDrop(how, 0.0), dropout=P, seed=0, backend="eager")
+    compiled(tokens())
+    compiled.rate = 1.0
+    with pytest.raises(SiteError) as error:
+        compiled(tokens())
+    text = str(error.value)
+    assert "ran 4 residual sites of 6; missing: blocks.1.attention, blocks.1.feed_forward" in text
+    assert re.search(r"The graph broke at \S*test_compile_errors.py:\d+ \(.*: `if ", text)
+    assert "decided at random" in text and "layerdrop" in text and "strict=False" in text
+    assert "experts" not in text
+    loose = xtrain.compile(LayerDrop(how, 1.0), dropout=P, seed=0, backend="eager", strict=False)
+    loose(tokens())
+    assert [s.layer for s in loose.last_executed_sites] == [0, 0, 2, 2]
+
+
+@pytest.mark.parametrize("how", ["tensor", "python"])
+def test_probability_0_keeps_every_site(how):
+    compiled = xtrain.compile(LayerDrop(how, 0.0), dropout=P, seed=0, backend="eager")
+    compiled(tokens())
+    assert len(compiled.last_executed_sites) == 6
+
+
+def test_a_block_that_did_not_run_is_named_where_blocks_are_compiled_one_by_one():
+    compiled = xtrain.compile_blocks(LayerDrop("python", 0.0), dropout=P, seed=0, backend="eager")
+    compiled(tokens())
+    compiled.rate = 1.0
+    with pytest.raises(SiteError, match=r"blocks.1 did not run in this forward: .*at random"):
+        compiled(tokens())
+
+
+def test_a_break_that_no_value_causes_gets_no_advice_on_values():
+    class Printing(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            out = self.inner(x)
+            torch._dynamo.graph_break()
+            return out
+
+    model = ProbeModel()
+    model.blocks[0].mlp = Printing(model.blocks[0].mlp)
+    torch._dynamo.reset()
+    with pytest.raises(SiteError) as error:
+        xtrain.compile(model, dropout=P, seed=0, backend="eager")(tokens())
+    text = str(error.value)
+    assert "`torch._dynamo.graph_break()`" in text and "Take out what breaks it (Dynamo: " in text
+    assert "experts" not in text and "at random" not in text
+
+
+def test_layer_drop_of_transformers_is_named():
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(d_model=32, encoder_layers=2, decoder_layers=2, vocab_size=64, dropout=0.0)
+    of_each = dict(attention_heads=2, ffn_dim=48, layerdrop=1.0).items()
+    sizes |= {f"{side}_{key}": value for side in ("encoder", "decoder") for key, value in of_each}
+    config = transformers.AutoConfig.for_model("m2m_100", **sizes)
+    model = transformers.AutoModelForSeq2SeqLM.from_config(config).train()
+    torch._dynamo.reset()
+    ids = torch.arange(3, 21).view(2, 9)
+    with pytest.raises(SiteError, match=r"`if dropout_probability < self.layerdrop:`.*at random"):
+        xtrain.compile(model, dropout=P, seed=0, backend="eager")(input_ids=ids, labels=ids)
+
+
+def test_modules_of_a_piece_are_spelt_plainly():
+    from xtrain.compiler.seeds import ENTRY_ROOT, readable_path, without_locals
+
+    assert readable_path("L['self'].self_attn") == "self.self_attn"
+    assert readable_path(f"{ENTRY_ROOT}.layers.0") == "layers.0"
+    assert readable_path(ENTRY_ROOT) == "the model's own forward"
+    assert without_locals("dropout in L['self'].attn") == "dropout in self.attn"
+
+
+# --- a backend that fails on an op ----------------------------------------------------------------
+
+
+@torch.library.custom_op("xtrain_test::rows", mutates_args=())
+def rows(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """The identity; its backward reads numbers on the host, as loops over experts do."""
+    return x.clone()
+
+
+@rows.register_fake
+def _(x, lengths):
+    return torch.empty_like(x)
+
+
+def read_lengths(ctx, grad):
+    for length in ctx.lengths.tolist():
+        if length:
+            continue
+    return grad, None
+
+
+rows.register_autograd(
+    read_lengths, setup_context=lambda ctx, inputs, output: setattr(ctx, "lengths", inputs[1])
+)
+
+
+class Rows(nn.Module):
+    def forward(self, x):
+        return rows(x, torch.arange(3))  # the place of the failure
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """The graphs that our backend is called with."""
+    torch._dynamo.reset()
+    seen = []
+    call = Backend.__call__
+    monkeypatch.setattr(
+        Backend, "__call__", lambda self, m, inputs: seen.append(m) or call(self, m, inputs)
+    )
+    return seen
+
+
+def place_in_this_file(text):
+    line = re.search(r"on the op at \S*test_compile_errors.py:(\d+)", text)
+    with open(__file__) as source:
+        return source.read().splitlines()[int(line[1]) - 1]
+
+
+@pytest.mark.parametrize("compile_it", [xtrain.compile, xtrain.compile_blocks])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_an_op_in_a_branch_that_cannot_be_traced_is_refused_at_once(graphs, backend, compile_it):
+    model = ProbeModel()
+    model.blocks[1].mlp = nn.Sequential(model.blocks[1].mlp, Rows())
+    compiled = compile_it(model, dropout=P, seed=0, backend=backend)
+    with pytest.raises(SiteError) as error:
+        compiled(tokens())
+    text = str(error.value)
+    assert f"the backend '{backend}' failed with DataDependentOutputException: aten." in text
+    assert "# the place of the failure" in place_in_this_file(text) and "in its backward" in text
+    assert "graph broke" not in text and "batched_mm" in text and "strict=False" in text
+    assert len(graphs) <= 2, "one for the first block, where blocks are compiled one by one"
+
+
+def test_an_op_behind_the_stream_costs_no_site(graphs):
+    """Dynamo traces one function less, and what it leaves to eager holds no add."""
+
+    class Headed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = ProbeModel(), Rows()
+
+        def forward(self, tokens):
+            return self.head(self.body(tokens))
+
+    compiled = xtrain.compile(Headed(), dropout=P, seed=0, backend="aot_eager")
+    compiled(tokens()).sum().backward()
+    assert len(compiled.last_executed_sites) == 4 and compiled.report().uncovered == []
+    assert len(graphs) > 1
+
+
+def test_what_a_failure_leaves_to_eager_is_named_by_later_refusals(graphs):
+    """The op lies between two layers: no branch holds it, and the function of both adds is lost."""
+
+    class Between(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weights = nn.ParameterList(nn.Parameter(torch.randn(8, 8)) for _ in range(4))
+            self.rows = Rows()
+
+        def forward(self, x):
+            first, second, third, fourth = self.weights
+            x = x + (x @ first).relu() @ second
+            x = self.rows(x)
+            return x + (x @ third).relu() @ fourth
+
+    compiled = xtrain.compile(Between(), dropout=P, seed=0, backend="aot_eager")
+    with pytest.raises(SiteError) as error:
+        compiled(torch.ones(2, 3, 8))
+    text = str(error.value)
+    assert "It began with this: the backend 'aot_eager' failed with DataDependentOutput" in text
+    assert "# the place of the failure" in place_in_this_file(text)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_transformers_grouped_experts_on_fp32_weights(graphs, family):
+    """Their fallback's backward reads the experts' offsets; batched_mm trains."""
+    compiled = xtrain.compile(build(family, "grouped_mm"), dropout=P, seed=1, backend="aot_eager")
+    with pytest.raises(SiteError, match=r"transformers/integrations/moe.py:\d+, in its backward"):
+        compiled(**labelled())
+    assert len(graphs) == 1
+    other = xtrain.compile(build(family, "batched_mm"), dropout=P, seed=1, backend="aot_eager")
+    other(**labelled()).loss.backward()
+    assert len(other.last_executed_sites) == 4
+
+
+def test_errors_of_a_backward_name_the_op_in_the_forward():
+    found = []
+
+    def backend(module, inputs):
+        with torch_compat.noting_backward_errors() as stacks:
+            warnings.warn("another", UserWarning, stacklevel=1)
+            try:
+                return torch_compat.inner_backend("aot_eager", mode=None, options={}, dynamic=None)(
+                    module, inputs
+                )
+            except Exception as error:
+                assert torch_compat.leaves_code_to_eager(error)
+                found.append(torch_compat.frames(torch_compat.forward_stack(error, stacks))[-1])
+                raise
+
+    x = torch.ones(3, requires_grad=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.compile(lambda x: Rows()(x).sin(), backend=backend)(x)
+    assert "# the place of the failure" in open(__file__).read().splitlines()[int(found[0][1]) - 1]
+    texts = [str(w.message) for w in caught]
+    assert "another" in texts and not any("Error detected" in text for text in texts)
+    assert not torch_compat.leaves_code_to_eager(ValueError("rows"))
+    assert torch_compat.forward_stack(ValueError("rows"), []) == ""

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from mask_oracle import keep_mask
 from probe_model import ProbeModel, decode_masks, gradient_masks
-from test_compile_models import T5, build, labelled
+from test_compile_models import T5, assert_sites_of, build, labelled
 from tolerances import assert_no_worse_than_plain
 from torch import nn
 
@@ -125,15 +125,18 @@ def test_counts_values_and_gradients_of_a_family(family):
     """Each has something of its own: 1 + w and sandwich norms, post norm, packed gates."""
     compiled = assert_as_good_as_plain(build(family)[0], labelled(family), logits="drop")
     assert counts(compiled) == FAMILIES[family]
+    assert_sites_of(family, compiled.report())
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gpt2", "gpt_neox"])
 def test_counts_of_a_family(family):
     model, _ = build(family)
-    compiled = xtrain.compile(model, dropout=P, seed=1, backend="aot_eager", logits="drop")
+    options = dict(backend="aot_eager", logits="drop", existing="replace")
+    compiled = xtrain.compile(model, dropout=P, seed=1, **options)
     out = compiled(**labelled(family))
     assert out.loss.isfinite() and out.logits is None
     assert counts(compiled) == FAMILIES[family]
+    assert_sites_of(family, compiled.report())
 
 
 @pytest.mark.parametrize("autocast", [False, True])

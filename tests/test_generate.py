@@ -9,7 +9,6 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from torch import nn
-from training import running
 
 from xtrain import checkpoint
 from xtrain import generate as command
@@ -112,12 +111,6 @@ def test_context_end_and_mode():
     assert generate(model, [0], num_tokens=9, vocab_size=4) == [1, 2, 3, 0, 1, 2, 3, 0, 1]
     assert model.lengths == [1, 2, 3, 4, 5, 5, 5, 5, 5] and model.training
     assert generate(model, [0], num_tokens=9, vocab_size=4, eos_id=3) == [1, 2, 3]
-
-
-@pytest.fixture
-def runner(tmp_path):
-    with running(tmp_path) as runner:
-        yield runner
 
 
 def test_the_command_continues_a_run(runner, monkeypatch, capsys):

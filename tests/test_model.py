@@ -1,4 +1,4 @@
-"""The whole model: initialisation, training, autocast, recompute, tracing."""
+"""Our decoder: what it computes, part by part and as a whole, and transformers' Llama beside it."""
 
 from __future__ import annotations
 
@@ -248,8 +248,7 @@ def test_blocks_get_fp32_tables_in_bf16(mode):
         assert table.dtype == torch.float32 and torch.equal(table, right)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full", 1])
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(("recompute", "autocast"), [("none", True), ("full", False), (1, True)])
 def test_traces_as_one_graph_at_any_size(recompute, autocast):
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounter()
@@ -284,3 +283,205 @@ def test_one_compiled_block_serves_all_layers():
         block.compile(backend=counter, fullgraph=True)
     assert torch.equal(model(make_tokens(2, 9))[0], expected)
     assert counter.frame_count == 1
+
+
+# --- its functions: RoPE, heads, RMSNorm, loss; values and gradients ------------------------------
+
+
+def test_rope_is_rotate_half():
+    cos, sin = torch.cos(torch.tensor([[1.0, 0.0]])), torch.sin(torch.tensor([[1.0, 0.0]]))
+    x = torch.tensor([1.0, 0, 0, 0]).reshape(1, 1, 1, 4)
+    expected = torch.tensor([0.540302, 0, 0.841471, 0])
+    torch.testing.assert_close(M.apply_rope(x, cos, sin).flatten(), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("default_dtype", [torch.float32, torch.bfloat16])
+def test_rope_tables_stay_fp32(autocast, default_dtype):
+    positions = torch.arange(4096)
+    torch.set_default_dtype(default_dtype)
+    try:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            cos, sin = M.rope_tables(positions, 128, 10000.0)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert cos.dtype == sin.dtype == torch.float32 and cos.shape == (4096, 64)
+    assert abs(cos[4095, 0] - -0.06598) < 1e-5  # bf16 rounds 4095 to 4096: 0.80399
+    assert abs(cos[257, 0] - 0.81931) < 1e-5  # bf16 rounds 257 to 256: -0.03979
+    # fp32 rounds the frequency, then the angle: each half an ulp, 2^-24 of an angle of up to 4095;
+    # the power itself is allowed two ulps.
+    angles = np.arange(4096)[:, None] * 10000.0 ** (-np.arange(0, 128, 2) / 128)
+    bound = 4 * 2.0**-24 * np.maximum(angles, 1)
+    assert (np.abs(cos.double().numpy() - np.cos(angles)) <= bound).all()
+    assert (np.abs(sin.double().numpy() - np.sin(angles)) <= bound).all()
+
+
+def test_rope_tables_take_any_positions():
+    rows = torch.tensor([[5, 0, 7], [300, 4095, 1]])
+    cos, sin = M.rope_tables(rows, 8, 500.0)
+    all_cos, all_sin = M.rope_tables(torch.arange(4096), 8, 500.0)
+    assert torch.equal(cos, all_cos[rows]) and torch.equal(sin, all_sin[rows])
+
+
+def test_attention_scores_depend_on_distance_alone():
+    rng = np.random.default_rng(0)
+    q, k = torch.from_numpy(rng.standard_normal((2, 1, 1, 1, 16)))
+    cos, sin = M.rope_tables(torch.arange(64), 16, 10000.0)
+    turned_q = M.apply_rope(q.expand(1, 64, 1, 16), cos, sin)[0, :, 0]
+    turned_k = M.apply_rope(k.expand(1, 64, 1, 16), cos, sin)[0, :, 0]
+    scores = turned_q @ turned_k.T
+    for distance in (0, 1, 17):
+        diagonal = scores.diagonal(distance)
+        torch.testing.assert_close(
+            diagonal, diagonal[:1].expand_as(diagonal), rtol=0, atol=2e-5
+        )  # fp32 angles up to 64
+    assert abs(scores[0, 0] - (q * k).sum()) < 1e-12
+
+
+def test_rms_norm_casts_before_it_multiplies():
+    norm = M.RMSNorm(4, 1e-6).to(torch.bfloat16)
+    with torch.no_grad():
+        norm.weight.fill_(0.7)
+    x = torch.tensor([1.0, 1.0, 2.0, 3.0], dtype=torch.bfloat16)
+    assert norm(x).tolist() == [0.361328125, 0.361328125, 0.72265625, 1.078125]
+
+
+def test_loss_is_the_mean_over_targets_that_count():
+    logits = torch.from_numpy(np.random.default_rng(0).standard_normal((2, 3, 5)))
+    targets = torch.tensor([[1, -100, 4], [-100, -100, 0]])
+    z = logits.numpy()
+    rows = [(0, 0, 1), (0, 2, 4), (1, 2, 0)]
+    expected = np.mean([np.log(np.exp(z[b, t]).sum()) - z[b, t, v] for b, t, v in rows])
+    assert abs(M.cross_entropy(logits, targets).item() - expected) < 1e-12
+
+
+def test_gradcheck_embedding_with_repeated_ids():
+    ids = torch.tensor([[3, 0, 3], [3, 1, 0]])
+    table = torch.from_numpy(np.random.default_rng(0).standard_normal((4, 3)))
+    embedding = torch.nn.Embedding.from_pretrained(table, freeze=False)
+
+    def lookup(weight):
+        return torch.func.functional_call(embedding, {"weight": weight}, (ids,))
+
+    assert gradcheck(lookup, table.requires_grad_())
+
+
+def test_gradcheck_parts():
+    rng = np.random.default_rng(0)
+
+    def draw(*shape):
+        return torch.from_numpy(rng.standard_normal(shape)).requires_grad_()
+
+    cos, sin = (table.double() for table in M.rope_tables(torch.arange(3), 4, 10.0))
+    assert gradcheck(lambda x: M.split_heads(x, 4), draw(2, 3, 8))
+    assert gradcheck(M.merge_heads, draw(2, 2, 3, 4))
+    assert gradcheck(lambda x: M.apply_rope(x, cos, sin), draw(1, 3, 2, 4))
+    assert gradcheck(
+        lambda x, w: torch.func.functional_call(M.RMSNorm(5, 1e-6), {"weight": w}, (x,)),
+        (draw(2, 5), draw(5)),
+    )
+    targets = torch.tensor([[0, -100, 3]])
+    assert gradcheck(lambda logits: M.cross_entropy(logits, targets), draw(1, 3, 4))
+
+
+def test_split_and_merge_are_inverse_and_keep_order():
+    x = torch.arange(24.0).reshape(1, 2, 12)
+    heads = M.split_heads(x, 4)
+    assert heads.shape == (1, 2, 3, 4) and heads[0, 1, 2].tolist() == [20, 21, 22, 23]
+    merged = M.merge_heads(heads.transpose(1, 2))
+    assert torch.equal(merged, x) and merged.data_ptr() == x.data_ptr()  # no copy either way
+
+
+# --- parity with transformers' Llama holding the same weights, transposed -------------------------
+
+
+CASES = {
+    "tiny": dict(),
+    "grouped heads": dict(n_heads=4, n_kv_heads=2, head_dim=8),
+    "another rope base and eps": dict(rope_base=500000.0, norm_eps=1e-5),
+    "head_dim apart from dim / n_heads": dict(head_dim=24),
+}
+
+
+def llama_like(config: Config):
+    transformers = pytest.importorskip("transformers")
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.dim,
+            intermediate_size=config.ffn_hidden,
+            num_hidden_layers=config.n_layers,
+            num_attention_heads=config.n_heads,
+            num_key_value_heads=config.n_kv_heads,
+            head_dim=config.head_dim,
+            rms_norm_eps=config.norm_eps,
+            max_position_embeddings=config.max_seq_len,
+            rope_parameters={"rope_type": "default", "rope_theta": config.rope_base},
+            tie_word_embeddings=False,
+        )
+    )
+
+
+def pairs(config: Config) -> dict[str, str]:
+    """Our parameter names -> Llama's."""
+    names = {
+        "embedding.weight": "model.embed_tokens.weight",
+        "norm.weight": "model.norm.weight",
+        "head.weight": "lm_head.weight",
+    }
+    parts = {
+        "attention_norm": "input_layernorm",
+        "attention.query": "self_attn.q_proj",
+        "attention.key": "self_attn.k_proj",
+        "attention.value": "self_attn.v_proj",
+        "attention.output": "self_attn.o_proj",
+        "feed_forward_norm": "post_attention_layernorm",
+        "feed_forward.gate": "mlp.gate_proj",
+        "feed_forward.up": "mlp.up_proj",
+        "feed_forward.down": "mlp.down_proj",
+    }
+    for layer in range(config.n_layers):
+        for ours, theirs in parts.items():
+            names[f"blocks.{layer}.{ours}.weight"] = f"model.layers.{layer}.{theirs}.weight"
+    return names
+
+
+def as_ours(name: str, tensor: Tensor) -> Tensor:
+    """Llama's layout -> ours: linear weights are [out, in] there, the embedding is the same."""
+    return tensor.T if tensor.dim() == 2 and name != "embedding.weight" else tensor
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return ((actual - expected).abs().max() / expected.abs().max()).item()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_loss_and_gradients_equal_llama(case):
+    config = Config.preset("tiny", **CASES[case])
+    ours, llama = Transformer(config), llama_like(config)
+    names = pairs(config)
+    assert set(names) == {name for name, _ in ours.named_parameters()} and len(names) == 21
+    theirs = dict(llama.named_parameters())
+    rng = np.random.default_rng(0)
+    with torch.no_grad():
+        for our_name, their_name in names.items():
+            # Norm weights away from 1, so that a forgotten or misplaced one shows; matrices wide
+            # enough that attention is far from uniform and positions matter.
+            shape, is_norm = theirs[their_name].shape, theirs[their_name].dim() == 1
+            draw = rng.uniform(0.5, 1.5, shape) if is_norm else rng.normal(0, 0.2, shape)
+            theirs[their_name].copy_(torch.from_numpy(draw))
+            ours.get_parameter(our_name).copy_(as_ours(our_name, theirs[their_name]))
+    data = torch.from_numpy(rng.integers(config.vocab_size, size=(2, 301)))
+    tokens, targets = data[:, :-1], data[:, 1:].clone()
+    targets[0, 5:20] = -100
+
+    logits, loss = ours(tokens, targets)
+    expected = llama(tokens, labels=tokens, shift_labels=targets)
+    loss.backward()
+    expected.loss.backward()
+
+    assert relative_error(logits, expected.logits) <= 1e-5
+    assert abs(loss.item() - expected.loss.item()) <= 1e-5 * expected.loss.item()
+    for our_name, their_name in names.items():
+        right = as_ours(our_name, theirs[their_name].grad)
+        assert relative_error(ours.get_parameter(our_name).grad, right) <= 1e-4, our_name

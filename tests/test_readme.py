@@ -1,4 +1,4 @@
-"""What the README's first screen shows is what its reader gets."""
+"""What the repository says of itself: the first screen of its README, the table of faults."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+
+import planted_faults
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -70,3 +73,16 @@ def test_the_kernels_table_is_the_reports():
     coverage = (ROOT / "docs/coverage.md").read_text()
     assert "Of 145 classes" in coverage and "143 come out exact" in coverage
     assert "Of the 145 causal language models" in README and "143 come out exact" in README
+
+
+# --- planted faults -------------------------------------------------------------------------------
+
+
+def test_each_fault_has_its_place_and_its_test():
+    """A change that moves a line carries its fault along; `old` is that line as it is now."""
+    faults = planted_faults.faults()
+    planted_faults.places(faults)
+    assert all(fault.old != fault.new for fault in faults)
+    counts = Counter(fault.area for fault in faults)
+    assert set(counts) == set(planted_faults.AREAS) and min(counts.values()) >= 8
+    assert len({fault.name for fault in faults}) == len(faults) >= 60

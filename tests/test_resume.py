@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+import math
 import os
 import re
-import signal
-import subprocess
-import sys
-import time
+import shutil
 
 import pytest
 import torch
-from training import running
+from training import FLAGS, TINY, assert_same_end, error_of
 
 from xtrain import checkpoint, train
 from xtrain.compiler import CompiledModel
 from xtrain.config import RunConfig
-from xtrain.data.tokenizer import load_tokenizer
+from xtrain.data import load_tokenizer
+from xtrain.data.tokenizer import train_bpe
 from xtrain.training import run_folder, session
-
-# Two micro-batches a step and dropout: what a resume could lose is in use.
-FLAGS = ("--dropout=0.3", "--set=train.micro_batch_size=2", "--set=optim.schedule_steps=10")
-
-
-@pytest.fixture
-def runner(tmp_path):
-    with running(tmp_path) as runner:
-        yield runner
 
 
 @pytest.fixture
@@ -50,31 +41,8 @@ def seen(monkeypatch):
     return samples, keys
 
 
-def newest(runner, name):
-    path, _ = checkpoint.newest_complete(runner.run(name) / "checkpoints")
-    return checkpoint.read(path)
-
-
-def assert_same_end(runner, name, other):
-    """Every step's losses, rates and norms; weights, moments and generators at the end."""
-    for key in ("step", "loss", "learning_rate", "grad_norm", "tokens"):
-        values = [[record[key] for record in runner.records(n)] for n in (name, other)]
-        assert values[0] == values[1], key
-    ours, theirs = newest(runner, name), newest(runner, other)
-    assert ours.step == theirs.step == 10
-    assert ours.state["data"] == theirs.state["data"]
-    for group, tensors in theirs.tensors.items():
-        assert ours.tensors[group].keys() == tensors.keys()
-        for key, tensor in tensors.items():
-            assert torch.equal(ours.tensors[group][key], tensor), (group, key)
-
-
-def resume(runner, name, *extra):
-    return runner(*extra, f"--resume={runner.run(name)}")
-
-
-def test_ten_steps_are_five_and_five(runner, seen):
-    """Rows C43 and C46, and C47's save -> resume -> save -> resume: 10 = 5 + 5 = 3 + 3 + 4."""
+def test_ten_steps_are_three_three_and_four(runner, seen):
+    """Rows C43, C46 and C58, and C47's save -> resume -> save -> resume."""
     samples, keys = seen
     assert runner("--name=straight", "--steps=10", *FLAGS) == 0
     straight_samples, straight_keys = list(samples), list(keys)
@@ -82,31 +50,31 @@ def test_ten_steps_are_five_and_five(runner, seen):
     assert straight_keys == [(0, step, first) for step in range(10) for first in (0, 2)]
     assert len({tuple(ids) for _, ids, _ in straight_samples}) == 10
 
-    for name, parts in (("two", (5, 10)), ("three", (3, 6, 10))):
-        samples.clear()
-        keys.clear()
-        assert runner(f"--name={name}", f"--steps={parts[0]}", *FLAGS) == 0
-        for steps in parts[1:]:
-            assert resume(runner, name, f"--steps={steps}") == 0
-        assert samples == straight_samples
-        assert keys == straight_keys
-        assert_same_end(runner, name, "straight")
+    samples.clear()
+    keys.clear()
+    assert runner("--name=parts", "--steps=3", *FLAGS) == 0
+    for steps in (6, 10):
+        assert runner.resume("parts", f"--steps={steps}") == 0
+    assert samples == straight_samples
+    assert keys == straight_keys
+    assert_same_end(runner, "parts")
+    assert len(set(runner.losses("parts"))) == 10
 
 
 def test_resuming_twice_from_one_checkpoint_is_the_same(runner, capsys):
     """Row C46: no step is done twice. A kill lost the second half, records and all."""
     assert runner("--name=run", "--steps=5", "--set=checkpoint.keep_last=9", *FLAGS) == 0
-    assert resume(runner, "run", "--steps=10") == 0
-    first = [runner.records("run"), newest(runner, "run")]
+    assert runner.resume("run", "--steps=10") == 0
+    first = [runner.records("run"), runner.newest("run")]
     newest_path = runner.run("run") / "checkpoints" / "step_00000010"
     model = newest_path / "model.safetensors"
     model.write_bytes(model.read_bytes()[:-1])  # row C41: one byte short
     capsys.readouterr()
-    assert resume(runner, "run", "--steps=10") == 0
+    assert runner.resume("run", "--steps=10") == 0
     out = capsys.readouterr().out
     assert f"warning: passed over the checkpoint {newest_path}: model.safetensors has" in out
     assert "continuing after step 5 of" in out
-    again = newest(runner, "run")
+    again = runner.newest("run")
     assert [r["loss"] for r in runner.records("run")] == [r["loss"] for r in first[0]]
     for key, tensor in first[1].tensors["model"].items():
         assert torch.equal(tensor, again.tensors["model"][key])
@@ -130,15 +98,9 @@ def test_what_cannot_be_continued_is_refused(runner, capsys, flag, message, star
     # --data replaces the runner's own, which argparse would only add to
     arguments = [a for a in runner.arguments() if "data=" not in a or "{other}" not in flag]
     code = train.main([*arguments, "--steps=4", flag.format(other=other), f"--resume={started}"])
-    error = capsys.readouterr().err.splitlines()[-1]
+    error = error_of(capsys)
     assert code == 2 and re.search(message, error), error
     assert len((started / "metrics.jsonl").read_text().splitlines()) == 2
-
-
-@pytest.fixture
-def started(runner):
-    assert runner("--name=started", "--steps=2", *FLAGS) == 0
-    return runner.run("started")
 
 
 def test_what_may_change_is_said(runner, capsys, started):
@@ -170,12 +132,6 @@ def test_resume_finds_the_run(runner, capsys, started):
     assert len(runner.records("started")) == 4
     assert runner("--resume=startde", "--steps=5") == 2
     assert "did you mean started?" in capsys.readouterr().err
-    empty = runner.run("empty")
-    empty.mkdir()
-    (empty / "config.toml").write_text((started / "config.toml").read_text())
-    assert runner("--resume=empty", "--steps=2") == 0
-    assert "has no checkpoint yet: starting at step 0" in capsys.readouterr().out
-    assert runner.losses("empty") == runner.losses("started")[:2]
 
 
 def test_one_process_trains_in_a_folder(runner, capsys, started):
@@ -189,234 +145,162 @@ def test_one_process_trains_in_a_folder(runner, capsys, started):
         error = capsys.readouterr().err
         assert error.count("\n") == 1 and f"in use by process {os.getpid()} on" in error
     assert len(list(run_folder.RunFolder(started).read_metrics())) == 2
-    assert newest(runner, "started").step == 2
+    assert runner.newest("started").step == 2
     assert (started / "metrics.jsonl").read_bytes() == before
     first.release()
     assert runner("--resume=started", "--steps=3") == 0
 
 
-def test_paths_hold_in_another_folder(runner, capsys, monkeypatch):
+# --- from elsewhere, and for longer -------------------------------------------------------------
+
+
+def test_a_run_goes_on_from_anywhere(runner, capsys, monkeypatch):
+    """Relative paths are those of where it was started; the run itself may be moved."""
+    elsewhere = runner.folder / "deep" / "er"
+    elsewhere.mkdir(parents=True)
     monkeypatch.chdir(runner.folder)
-    relative = ("--set=run.folder=runs", "--set=data.cache_dir=cache", "--data=corpus.txt")
-    flags = [flag for flag in runner.arguments() if str(runner.folder) not in flag]
-    assert train.main([*flags, *relative, "--name=r", "--steps=1"]) == 0
-    (runner.folder / "sub").mkdir()
-    monkeypatch.chdir(runner.folder / "sub")
-    assert train.main(["--resume=../runs/r", "--steps=2"]) == 0
-    assert len(runner.records("r")) == 2
-    runner.corpus.rename("moved.txt")
+    train_bpe(300, [runner.corpus.read_text()]).save(runner.folder / "tokenizer.json")
+    named = ("--data=corpus.txt", "--tokenizer=.", "--set=data.cache_dir=cache")
+    named += ("--set=run.folder=runs", "--name=r", "--steps=2", "--device=cpu")
+    assert train.main([*TINY, *named]) == 0
+    config = RunConfig.load("runs/r/config.toml")
+    assert config.data.paths == (str(runner.corpus),) and config.data.tokenizer == str(
+        runner.folder
+    )
+    assert (config.data.cache_dir, config.run.folder) == (
+        str(runner.folder / "cache"),
+        str(runner.folder / "runs"),
+    )
+    monkeypatch.chdir(elsewhere)
+    assert train.main(["--resume=../../runs/r", "--steps=3"]) == 0
+    # a run of before, whose config.toml has the paths as they were given
+    text = (runner.folder / "runs/r/config.toml").read_text()
+    for path, name in (("/runs", "runs"), ("/corpus.txt", "corpus.txt"), ("/cache", "cache")):
+        text = text.replace(f'"{runner.folder}{path}"', f'"{name}"')
+    (runner.folder / "runs/r/config.toml").write_text(text)
+    assert 'folder = "runs"' in text
+    assert train.main(["--resume=../../runs/r", "--steps=4"]) == 0
+    # moved: the run, and its tokenizer, of which it has its own copy; then the data
+    (runner.folder / "runs/r").rename(runner.folder / "moved")
+    (runner.folder / "tokenizer.json").unlink()
+    (runner.folder / "tokenizer_config.json").unlink()
+    assert train.main(["--resume=../../moved", "--steps=5"]) == 0
+    config = RunConfig.load(runner.folder / "moved/config.toml")
+    assert (config.run.folder, config.run.name) == (str(runner.folder), "moved")
+    runner.corpus.rename(runner.folder / "deep" / "text.txt")
     capsys.readouterr()
-    assert train.main(["--resume=../runs/r", "--steps=3"]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and f"{runner.corpus} does not exist" in error
-    assert f"pass --data with where it lies now, relative to {runner.folder / 'sub'}" in error
-    assert train.main(["--resume=../runs/r", "--steps=3", "--data=moved.txt"]) == 0
+    assert train.main(["--resume=../../moved", "--steps=6"]) == 2
+    error = error_of(capsys)
+    assert f"{runner.corpus} does not exist" in error and "pass --data" in error
+    assert f"relative to {elsewhere}" in error
+    for tokenizer in ("../../moved", "../../moved/tokenizer.json"):
+        steps = 6 + (tokenizer != "../../moved")
+        flags = ["--data=../text.txt", f"--tokenizer={tokenizer}", f"--steps={steps}"]
+        assert train.main(["--resume=../../moved", *flags]) == 0, error_of(capsys)
 
 
-def test_the_run_holds_its_tokenizer_whole(runner):
-    """Which token ends a document stands beside tokenizer.json, and is kept with it."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = runner.corpus.read_text().split()
-    vocab = {word: i for i, word in enumerate(["<unk>", "<end>", *sorted(set(words))])}
-    backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    folder = runner.folder / "tok"
-    folder.mkdir()
-    backend.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text('{"eos_token": {"content": "<end>"}}')
-    assert runner("--name=r", f"--tokenizer={folder}", "--steps=1") == 0
+def test_the_run_keeps_the_tokens_that_end_its_documents(runner):
+    """The tokenizer.json alone would end them with another token, or none."""
+    tokenizer = train_bpe(300, [runner.corpus.read_text()])
+    backend = tokenizer.backend
+    backend.add_special_tokens(["<|im_end|>"])
+    source = runner.folder / "source"
+    source.mkdir()
+    backend.save(str(source / "tokenizer.json"))
+    (source / "special_tokens_map.json").write_text('{"eos_token": {"content": "<|im_end|>"}}')
+    assert runner("--name=r", "--steps=1", f"--tokenizer={source}") == 0
     run = runner.run("r")
-    assert load_tokenizer(run / "tokenizer.json").eos_id == load_tokenizer(run).eos_id == 1
-    for number, name in enumerate((run, run / "tokenizer.json", folder), start=2):
-        assert runner("--resume=r", f"--tokenizer={name}", f"--steps={number}") == 0
-    for path in folder.iterdir():
-        path.unlink()
-    assert runner("--resume=r", "--steps=5") == 0  # by its own copy
+    for number, name in enumerate((run, run / "tokenizer.json"), start=2):
+        ours, theirs = load_tokenizer(name), load_tokenizer(source)
+        assert ours.eos_id == theirs.eos_id == backend.token_to_id("<|im_end|>")
+        assert (ours.vocab_size, ours.fingerprint) == (theirs.vocab_size, theirs.fingerprint)
+        assert runner.resume("r", f"--tokenizer={name}", f"--steps={number}") == 0
+    (run / "tokenizer_config.json").unlink()  # as a run of before left it
+    assert load_tokenizer(run).eos_id == 0
+    assert runner.resume("r", f"--tokenizer={source}", "--steps=4") == 0
+    assert load_tokenizer(run).eos_id == theirs.eos_id
+    shutil.rmtree(source)
+    assert runner.resume("r", "--steps=5") == 0  # by its own copy
 
 
-def test_more_steps_say_what_becomes_of_the_schedule(runner, capsys):
-    assert runner("--name=r", "--steps=2") == 0
-    assert runner("--name=held", "--steps=2", "--set=optim.schedule_steps=2") == 0
-    capsys.readouterr()
-    assert runner("--resume=r", "--steps=4") == 0
+def test_more_steps_stretch_the_schedule_and_say_so(runner, capsys):
+    flags = ("--set=optim.warmup_steps=0", "--set=optim.learning_rate=0.01")
+    assert runner("--name=r", "--steps=4", *flags) == 0
+    suggested = re.search(r"more steps: python -m xtrain.train (.*)", capsys.readouterr().out)[1]
+    assert suggested == f"--resume {runner.run('r')} --steps 8"
+    assert runner(*suggested.split()) == 0
     out = capsys.readouterr().out
-    assert "learning rate: the schedule is now that of 4 steps, stretched; step 2 has" in out
-    assert runner("--resume=held", "--steps=4") == 0
+    said = "learning rate: the schedule is now that of 8 steps, stretched; step 4 has 0.005, and "
+    assert said + "had 0 by the schedule of 4 steps" in out
+    cosine = [0.005 * (1 + math.cos(math.pi * step / 8)) for step in range(8)]
+    rates = [record["learning_rate"] for record in runner.records("r")]
+    assert rates[4:] == pytest.approx(cosine[4:])
+    assert "learning rate: the schedule" not in out.split("continuing after step")[1]
+
+
+def test_a_schedule_of_a_set_length_is_held_at_its_end(runner, capsys):
+    flags = ("--set=optim.schedule_steps=4", "--set=optim.min_learning_rate=1e-4")
+    assert runner("--name=r", "--steps=4", *flags) == 0
+    suggested = re.search(r"more steps: python -m xtrain.train (.*)", capsys.readouterr().out)[1]
+    assert suggested.endswith(" --steps 8 --set optim.schedule_steps=8")
+    assert runner.resume("r", "--steps=6") == 0
+    said = "the schedule ends at step 4 of 6; from there on it stays at 0.0001 (--set"
     out = capsys.readouterr().out
-    assert "the schedule ends at step 2 of 4; from there on it stays at" in out
-    assert "--set optim.schedule_steps=4 stretches it" in out
+    assert said in out and "optim.schedule_steps=6 stretches it" in out
+    rates = [record["learning_rate"] for record in runner.records("r")]
+    assert rates[4:] == [1e-4, 1e-4]
+    assert runner.resume("r", "--steps=8", "--set=optim.min_learning_rate=0") == 0
+    out = capsys.readouterr().out
+    assert "warning: learning rate: the schedule ends at step 4 of 8" in out
+    assert "stays at 0, which changes no weight" in out
 
 
-def test_a_checkpoint_that_may_not_be_read_says_so(runner, capsys, monkeypatch, started):
-    def refused(path):
-        raise PermissionError(13, "Permission denied", str(path))
+# --- what may not be read ----------------------------------------------------------------------
 
-    monkeypatch.setattr(checkpoint, "_sha256", refused)
+
+def no_permission(monkeypatch, suffix):
+    """Reading files whose path ends so fails, as it does for everybody but root."""
+    original = checkpoint._sha256
+
+    def refuse(path):
+        if str(path).endswith(suffix):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return original(path)
+
+    monkeypatch.setattr(checkpoint, "_sha256", refuse)
+
+
+def test_what_cannot_be_read_is_said_and_not_to_be_deleted(runner, capsys, monkeypatch, started):
+    newest_path = started / "checkpoints" / "step_00000002"
     capsys.readouterr()
-    assert runner("--resume=started", "--steps=3") == 2
+    with monkeypatch.context() as patch:
+        no_permission(patch, "model.safetensors")
+        assert runner.resume("started", "--steps=3") == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "cannot be read: Permission denied" in error
-    assert "delete" not in error and "new run" not in error
+    assert error.count("\n") == 1 and "new run" not in error
+    assert f"{newest_path}: model.safetensors cannot be read: Permission denied" in error
+    assert "delete" not in error and "damaged" not in error
+    assert runner.resume("started", "--steps=4") == 0
+    capsys.readouterr()
+    with monkeypatch.context() as patch:  # a good older one takes its place, and that is said
+        no_permission(patch, "step_00000004/optimizer.safetensors")
+        assert runner.resume("started", "--steps=5") == 0
+    out = capsys.readouterr().out
+    assert "optimizer.safetensors cannot be read: Permission denied; using step_00000002" in out
 
-
-# --- signals ------------------------------------------------------------------------------------
-
-
-class Process:
-    """The command in a process of its own, its steps slow enough to be met by a signal.
-
-    patch: lines that run before it.
-    """
-
-    def __init__(self, runner, *extra, patch=""):
-        script = patch + (
-            "import sys, time, torch; torch.set_num_threads(1)\n"
-            "from xtrain import train\n"
-            "from xtrain.training import update\n"
-            "original = update.Updater.step\n"
-            "def step(self, batch):\n"
-            "    print('begin', batch.step, flush=True)\n"
-            "    time.sleep(float(sys.argv[1]))\n"
-            "    return original(self, batch)\n"
-            "update.Updater.step = step\n"
-            "sys.exit(train.main(sys.argv[2:]))\n"
-        )
-        slowness = "0.3"
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", script, slowness, *runner.arguments(*extra)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        self.output = ""
-
-    def wait_for(self, text):
-        for line in self.process.stdout:
-            self.output += line
-            if text in line:
-                return
-        raise AssertionError(f"{text!r} never came:\n{self.output}")
-
-    def signal(self, number):
-        self.signalled = time.perf_counter()
-        os.killpg(self.process.pid, number)  # as a terminal does: to the whole group
-
-    def end(self):
-        self.output += self.process.communicate(timeout=60)[0]
-        self.took_s = time.perf_counter() - self.signalled
-        return self.process.returncode
-
-
-def test_ctrl_c_saves_and_the_rest_can_follow(runner):
-    assert runner("--name=straight", "--steps=10", *FLAGS) == 0
-    process = Process(runner, "--name=run", "--steps=10", *FLAGS)
-    process.wait_for("begin 3")
-    process.signal(signal.SIGINT)
-    assert process.end() == 130, process.output
-    assert "stopping after this step, then saving; once more leaves at once" in process.output
-    command = f"continue with: python -m xtrain.train --resume {runner.run('run')}"
-    assert "stopped by SIGINT" in process.output and command in process.output
-    assert "begin 4" not in process.output
-    assert len(runner.records("run")) == newest(runner, "run").step == 4
-    assert (runner.run("run") / "loss.png").exists()
-    assert resume(runner, "run") == 0
-    assert_same_end(runner, "run", "straight")
-
-
-def test_sigterm_saves_and_a_second_ctrl_c_leaves_at_once(runner):
-    process = Process(runner, "--name=term", "--steps=10", *FLAGS)
-    process.wait_for("begin 1")
-    process.signal(signal.SIGTERM)
-    process.wait_for("stopping after this step, then saving")
-    assert process.end() == 128 + signal.SIGTERM
-    assert newest(runner, "term").step == 2
-
-    process = Process(runner, "--name=twice", "--steps=10", *FLAGS)
-    process.wait_for("begin 1")
-    process.signal(signal.SIGINT)
-    process.wait_for("stopping after this step")
-    process.signal(signal.SIGINT)
-    started = time.perf_counter()
-    assert process.end() == -signal.SIGINT  # a shell shows 130
-    assert time.perf_counter() - started < 5
-    assert not (runner.run("twice") / "checkpoints").exists()
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_while_data_are_read_leaves_the_name_free(runner, capsys, monkeypatch, number):
-    original = session.build.open_data
-
-    def interrupted(*arguments):
-        signal.raise_signal(number)
-        return original(*arguments)
+    def refuse(self):
+        raise PermissionError(errno.EACCES, "Permission denied", str(self))
 
     with monkeypatch.context() as patch:
-        patch.setattr(session.build, "open_data", interrupted)
-        assert runner("--name=r", "--steps=1") == 128 + number
-    assert "nothing is left of" in capsys.readouterr().out and not runner.run("r").exists()
-    # killed there, it leaves a folder in which nothing was trained
-    runner.run("r").mkdir()
-    (runner.run("r") / "config.toml").write_text("")
-    (runner.run("r") / ".lock").write_text("process 1 on another\n")
-    assert runner("--name=r", "--steps=1") == 0
-
-
-def test_a_kill_loses_only_what_was_not_saved(runner):
-    assert runner("--name=straight", "--steps=10", *FLAGS) == 0
-    process = Process(runner, "--name=run", "--steps=10", "--set=checkpoint.interval=2", *FLAGS)
-    process.wait_for("begin 5")
-    process.signal(signal.SIGKILL)
-    assert process.end() == -signal.SIGKILL
-    assert len(runner.records("run")) == 5  # every finished step was on the disk
-    assert newest(runner, "run").step == 4
-    assert resume(runner, "run") == 0
-    assert_same_end(runner, "run", "straight")
-
-
-def test_a_start_without_checkpoint_hides_no_run(tmp_path):
-    """--resume alone takes the run that can be continued, not the newest folder."""
-    for name in ("older", "newer"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.toml").write_text("")
-    (tmp_path / "older" / "checkpoints" / "step_00000004").mkdir(parents=True)
-    os.utime(tmp_path / "older" / "checkpoints" / "step_00000004", (0, 0))
-    os.utime(tmp_path / "older" / "config.toml", (0, 0))
-    assert run_folder.find(tmp_path, "").path.name == "older"
-
-
-def test_a_signal_that_does_not_come_through_ends_the_process():
-    """Whoever swallows it, a compiler for one, costs seconds and not the rest of its work."""
-    script = (
-        "import signal, time\n"
-        "from xtrain.training.console import StopSignals\n"
-        "StopSignals.GRACE_S = 0.2\n"
-        "with StopSignals() as stop:\n"
-        "    stop.at_once = lambda number: print('at once', number, flush=True)\n"
-        "    try:\n"
-        "        signal.raise_signal(signal.SIGTERM)\n"
-        "    except BaseException:\n"
-        "        time.sleep(60)\n"
-    )
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert (ended.returncode, ended.stdout) == (143, "at once 15\n"), ended.stderr
-
-
-def test_a_signal_in_a_callback_comes_through_without_a_trace():
-    """Python prints and drops what a weak reference's callback raises; a compiler has many."""
-    script = (
-        "import signal, weakref\n"
-        "from xtrain.training.console import Interrupted, StopSignals\n"
-        "class Gone: pass\n"
-        "gone = Gone()\n"
-        "with StopSignals() as stop:\n"
-        "    reference = weakref.ref(gone, lambda _: signal.raise_signal(signal.SIGINT))\n"
-        "    try:\n"
-        "        del gone\n"
-        "        while True: pass\n"
-        "    except Interrupted as error:\n"
-        "        print('through', error, flush=True)\n"
-    )
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "through SIGINT\n", "")
+        patch.setattr(type(started), "iterdir", refuse)
+        assert runner.resume("started", "--steps=6") == 2
+    assert re.search("cannot read .*: Permission denied", error_of(capsys))
+    manifest = runner.newest("started").path / "manifest.json"
+    for path in (manifest, manifest.parent.parent / "step_00000004" / "manifest.json"):
+        if path.exists():
+            path.unlink()
+            path.mkdir()
+    assert runner.resume("started", "--steps=6") == 2
+    error = error_of(capsys)
+    assert "manifest.json cannot be read: it is a folder" in error or "Is a directory" in error
+    assert "delete" not in error

@@ -15,20 +15,16 @@ import numpy as np
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from training import running
 
 from xtrain import checkpoint, train
-from xtrain.config import RunConfig
+from xtrain.config import OptimSection, RunConfig
 from xtrain.data import Batches, load_tokenizer
+from xtrain.model import Config, Transformer
+from xtrain.optim import Schedule, build_adamw
 from xtrain.training import session
+from xtrain.training.loader import Loader
 from xtrain.training.run_folder import RunFolder, metrics_line
-
-
-@pytest.fixture
-def runner(tmp_path):
-    with running(tmp_path) as runner:
-        yield runner
-
+from xtrain.training.update import TrainingError, Updater
 
 # --- the command line ---------------------------------------------------------------------------
 
@@ -181,26 +177,13 @@ def test_a_name_is_never_used_twice(runner, capsys):
     assert sorted(p.name for p in (runner.folder / "runs").iterdir()) == ["mine", "tiny", "tiny-2"]
 
 
-def test_two_eager_runs_are_bitwise_equal(runner):
-    """Row C58; the compiled case is with the recompiles, below."""
-    for name in ("one", "two"):
-        flags = ("--steps=20", "--dropout=0.2", "--set=train.micro_batch_size=2")
-        assert runner(f"--name={name}", *flags) == 0
-    assert_equal_runs(runner, "one", "two")
-
-
 def assert_equal_runs(runner, first, second):
     assert runner.losses(first) == runner.losses(second)
     assert len(set(runner.losses(first))) == len(runner.losses(first)) >= 20
-    one, two = (read_newest(runner, name) for name in (first, second))
+    one, two = (runner.newest(name) for name in (first, second))
     for group in ("model", "optimizer"):
         for key, tensor in one.tensors[group].items():
             assert torch.equal(tensor, two.tensors[group][key]), key
-
-
-def read_newest(runner, name):
-    path, _ = checkpoint.newest_complete(runner.run(name) / "checkpoints")
-    return checkpoint.read(path)
 
 
 def test_thirty_compiled_steps_compile_once(runner, monkeypatch, caplog):
@@ -251,7 +234,7 @@ def test_thirty_compiled_steps_compile_once(runner, monkeypatch, caplog):
 
     # row C47: what was saved compiled goes on eagerly, and is saved under the same names
     assert runner("--resume=warm", "--steps=31", "--no-compile") == 0
-    eager, compiled = (read_newest(runner, name) for name in ("warm", "cold"))
+    eager, compiled = (runner.newest(name) for name in ("warm", "cold"))
     assert (eager.step, compiled.step) == (31, 30)
     for group, tensors in compiled.tensors.items():
         assert eager.tensors[group].keys() == tensors.keys()
@@ -283,7 +266,7 @@ def test_records_one_step_late_are_the_same_records(runner, monkeypatch):
         for key in ("step", "loss", "learning_rate", "grad_norm", "tokens", "compile"):
             assert at_once[key] == late[key]
         assert at_once.get("val_loss") == late.get("val_loss")
-    assert read_newest(runner, "late").state["data"] == read_newest(runner, "at-once").state["data"]
+    assert runner.newest("late").state["data"] == runner.newest("at-once").state["data"]
 
 
 def test_a_step_without_targets_is_skipped_and_said(runner, monkeypatch, capsys):
@@ -302,7 +285,7 @@ def test_a_step_without_targets_is_skipped_and_said(runner, monkeypatch, capsys)
     records = runner.records("skips")
     assert [record["loss"] is None for record in records] == [True, False, True, False]
     assert [record["tokens"] for record in records] == [0, 64, 64, 128]
-    moments = read_newest(runner, "skips").tensors["optimizer"]
+    moments = runner.newest("skips").tensors["optimizer"]
     assert moments["norm.weight/step"] == 2  # two updates
 
 
@@ -330,7 +313,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(runner, capsy
     assert "is not finite" in error and "learning rate 1e+30" in error
     assert "continue with: python -m xtrain.train --resume" in error
     records = runner.records("bad")
-    saved = read_newest(runner, "bad")
+    saved = runner.newest("bad")
     assert saved.step == len(records) >= 1  # the step before the failure
     assert all(math.isfinite(record["loss"]) for record in records)
 
@@ -393,15 +376,35 @@ def test_one_of_several_processes_is_refused(runner, capsys, monkeypatch, variab
 
 
 def test_validation_does_not_depend_on_the_cut(runner, capsys):
-    """Also with a micro-batch that does not divide the windows there are."""
-    losses = []
-    for size in (4, 2, 1):
-        flags = ("--set=train.eval_interval=1", f"--set=train.micro_batch_size={size}")
-        assert runner(f"--name=m{size}", "--steps=1", *flags) == 0
-        losses.append(runner.records(f"m{size}")[0]["val_loss"])
-    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+    """It is the mean over the windows; the last of them fill no micro-batch."""
+    losses = {}
+    for micro, batch, count in ((8, 8, 2), (4, 8, 2), (1, 8, 2), (16, 16, 99)):
+        name = f"m{micro}"
+        sizes = (f"--set=train.batch_size={batch}", f"--set=train.micro_batch_size={micro}")
+        options = ("--steps=2", "--set=train.eval_interval=2", f"--set=train.eval_batches={count}")
+        assert runner(f"--name={name}", *sizes, *options) == 0
+        losses[name] = runner.records(name)[-1]["val_loss"]
     out = capsys.readouterr().out
     assert "residual site" not in out and "matched" not in out  # no dropout: no tables
+    everything = losses.pop("m16")
+    assert max(losses.values()) - min(losses.values()) < 1e-6
+    saved = runner.newest("m16")
+    model = Transformer(Config.from_dict(saved.state["model"]))
+    model.load_state_dict(saved.tensors["model"])
+    ids = np.frombuffer(runner.corpus.read_bytes(), dtype=np.uint8).astype(np.int64)
+    held_out = ids[len(ids) - round(0.05 * len(ids)) :]
+    count = (len(held_out) - 1) // 16
+    assert count % 16  # a last micro-batch that is not full
+    inputs = torch.from_numpy(held_out[: count * 16].reshape(count, 16).copy())
+    targets = torch.from_numpy(held_out[1 : count * 16 + 1].reshape(count, 16).copy())
+    with torch.no_grad():
+        assert everything == pytest.approx(model(inputs, targets)[1].item(), abs=1e-5)
+    sample = Batches(held_out, seq_len=16, batch_size=8, seed=0)
+    inputs, targets = map(torch.from_numpy, sample.samples(0, 16))
+    saved = runner.newest("m4")
+    model.load_state_dict(saved.tensors["model"])
+    with torch.no_grad():
+        assert losses["m4"] == pytest.approx(model(inputs, targets)[1].item(), abs=1e-5)
 
 
 def test_warnings_are_shown_in_one_line(runner, capsys, monkeypatch):
@@ -426,3 +429,129 @@ def test_records_are_json_whatever_the_numbers(tmp_path):
     with run.open_metrics(3) as file:
         file.write(metrics_line({"step": 3}))
     assert [record["step"] for record in run.read_metrics()] == [0, 1, 2, 3]
+
+
+# --- on a GPU: bf16, no waiting for the device, exact repeats and resume --------------------------
+
+
+FLAGS = ("--dropout=0.2", "--device=cuda", "--set=train.micro_batch_size=2")
+
+
+def newest(runner, name):
+    path, _ = checkpoint.newest_complete(runner.run(name) / "checkpoints")
+    return checkpoint.read(path)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", ["--compile", "--no-compile"])
+def test_a_bf16_run_learns(runner, capsys, compiled):
+    flags = ("--steps=60", "--set=train.eval_interval=20", "--set=train.sample_tokens=20")
+    assert runner("--name=gpu", compiled, *flags, *FLAGS) == 0
+    out = capsys.readouterr().out
+    assert "dtype bf16" in out and "text after training" in out
+    records = runner.records("gpu")
+    assert [record["step"] for record in records] == list(range(60))
+    losses = [record["loss"] for record in records]
+    assert losses[0] == pytest.approx(math.log(256), rel=0.05)
+    assert sum(losses[-10:]) / 10 < 0.6 * losses[0]
+    assert all(record["peak_memory_gib"] > 0 for record in records)
+    assert {r["step"] for r in records if "val_loss" in r} == {19, 39, 59}
+    tensors = newest(runner, "gpu").tensors
+    assert {t.dtype for t in (tensors["model"] | tensors["optimizer"]).values()} == {torch.float32}
+
+
+@pytest.mark.gpu
+def test_ten_deterministic_steps_are_five_and_five(runner):
+    """Rows C43 and C58 on a GPU, with the deterministic switch."""
+    flags = (*FLAGS, "--deterministic", "--set=optim.schedule_steps=10")
+    for name in ("one", "two"):
+        assert runner(f"--name={name}", "--steps=10", *flags) == 0
+    assert runner("--name=parts", "--steps=5", *flags) == 0
+    assert runner(f"--resume={runner.run('parts')}", "--steps=10") == 0
+    one = newest(runner, "one").tensors
+    for name in ("two", "parts"):
+        assert runner.losses(name) == runner.losses("one")
+        for group, tensors in newest(runner, name).tensors.items():
+            for key, tensor in tensors.items():
+                assert torch.equal(tensor, one[group][key]), (group, key)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", ["--compile", "--no-compile"])
+def test_twenty_deterministic_steps_are_equal(runner, compiled):
+    """Row C58: losses and weights, with cold and with warm compile caches."""
+    from torch._inductor.utils import fresh_cache
+
+    flags = (*FLAGS, compiled, "--steps=20", "--deterministic")
+    with fresh_cache():
+        for name in ("cold", "warm"):
+            torch._dynamo.reset()
+            assert runner(f"--name={name}", *flags) == 0
+    assert runner.losses("warm") == runner.losses("cold") and len(runner.losses("cold")) == 20
+    cold, warm = newest(runner, "cold").tensors, newest(runner, "warm").tensors
+    for group, tensors in warm.items():
+        assert all(torch.equal(tensor, cold[group][key]) for key, tensor in tensors.items()), group
+
+
+@pytest.mark.gpu
+def test_first_losses_are_those_of_the_cpu(runner):
+    """One seed: the same weights, batches and masks on both; fp32 differs by rounding alone."""
+    for device in ("cpu", "cuda"):
+        flags = ("--steps=5", "--dropout=0.2", "--dtype=fp32", "--set=optim.learning_rate=1e-4")
+        assert runner(f"--name={device}", f"--device={device}", *flags) == 0
+    assert runner.losses("cuda") == pytest.approx(runner.losses("cpu"), rel=1e-5)
+
+
+class Numbers:
+    def batch(self, step):
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(0, 16, (4, 17), generator=generator).numpy()
+        return tokens[:, :-1], tokens[:, 1:]
+
+
+def updater(model):
+    optimizer = build_adamw(model, OptimSection(learning_rate=1e-3), compiled=False)
+    schedule = Schedule(kind="constant", peak=1e-3, minimum=0, warmup_steps=0, total_steps=9)
+    model.set_step = lambda step, first_sample: None
+    return Updater(model, optimizer, schedule=schedule, grad_clip=1.0)
+
+
+@pytest.mark.gpu
+def test_a_step_never_waits_for_the_device():
+    """torch raises at the first synchronisation."""
+    model = Transformer(Config.preset("tiny")).cuda()
+    update = updater(model)
+    loader = Loader(Numbers(), micro_batch_size=2, device=torch.device("cuda"))
+    batches = loader.steps(0, 4)
+    results = [update.step(next(batches))]  # the lazy start-up of libraries may wait
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        results += [update.step(batch) for batch in batches]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    losses = [result.values()[0] for result in results]
+    assert all(math.isfinite(loss) for loss in losses) and len(set(losses)) == 4
+
+
+@pytest.mark.gpu
+def test_a_failure_seen_late_has_not_reached_the_weights():
+    model = Transformer(Config.preset("tiny")).cuda()
+    update = updater(model)
+    loader = Loader(Numbers(), micro_batch_size=4, device=torch.device("cuda"))
+    first, second, third = loader.steps(0, 3)
+    update.step(first).values()
+    with torch.no_grad():
+        model.norm.weight[0] = math.inf
+    before = [p.detach().clone() for p in model.parameters()]
+    broken = update.step(second)
+    update.step(third)
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    with pytest.raises(TrainingError, match="step 1: the loss is not finite"):
+        broken.values()
+
+
+@pytest.mark.gpu
+def test_records_are_json(runner):
+    assert runner("--name=lines", "--steps=3", *FLAGS) == 0
+    for line in (runner.run("lines") / "metrics.jsonl").read_text().splitlines():
+        assert json.loads(line)["step_time_ms"] > 0

@@ -202,7 +202,7 @@ def test_sites_outside_of_blocks_keep_their_name_under_an_adapter():
 # --- tied weights -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_tied_head_stays_the_embedding(backend, tmp_path):
     """Row C48: through wrap, step, save and load; gradients of both uses summed, decayed once."""
     model, plain = llama(tie_word_embeddings=True), llama(tie_word_embeddings=True)

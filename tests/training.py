@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
+import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
-from xtrain import train
+from xtrain import checkpoint, train
 
 TINY = (
     "--preset=tiny",
@@ -21,6 +24,20 @@ TINY = (
     "--set=train.batch_size=4",
     "--set=train.sample_tokens=0",
     "--set=train.eval_interval=0",
+)
+# Two micro-batches a step and dropout: what a resume could lose is in use.
+FLAGS = ("--dropout=0.3", "--set=train.micro_batch_size=2", "--set=optim.schedule_steps=10")
+
+# Starts processes that have never computed, at the cost of a fork: a server has imported for them.
+apart = multiprocessing.get_context("forkserver")
+apart.set_forkserver_preload(
+    [
+        "pytest",
+        "torch._dynamo",
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+        "xtrain.training.plot",
+        "xtrain.training.session",
+    ]
 )
 
 
@@ -58,6 +75,17 @@ class Runner:
     def run(self, name: str) -> Path:
         return self.folder / "runs" / name
 
+    def take(self, run: Path) -> Path:
+        """Copy a run from elsewhere into the folder, under its name."""
+        return shutil.copytree(run, self.run(run.name))
+
+    def resume(self, name: str, *extra: str) -> int:
+        return self(*extra, f"--resume={self.run(name)}")
+
+    def newest(self, name: str) -> checkpoint.Checkpoint:
+        path, _ = checkpoint.newest_complete(self.run(name) / "checkpoints")
+        return checkpoint.read(path)
+
     def records(self, name: str) -> list[dict]:
         lines = (self.run(name) / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
@@ -83,6 +111,25 @@ def running(folder: Path) -> Iterator[Runner]:
         warnings.showwarning = show
         _logger().handlers = handlers
         _logger().propagate = True
+
+
+def assert_same_end(runner: Runner, name: str, other: str = "straight") -> None:
+    """Every step's losses, rates and norms; weights, moments and generators at the end."""
+    for key in ("step", "loss", "learning_rate", "grad_norm", "tokens"):
+        values = [[record[key] for record in runner.records(n)] for n in (name, other)]
+        assert values[0] == values[1], key
+    ours, theirs = runner.newest(name), runner.newest(other)
+    assert ours.step == theirs.step == 10
+    assert ours.state["data"] == theirs.state["data"]
+    for group, tensors in theirs.tensors.items():
+        assert ours.tensors[group].keys() == tensors.keys()
+        for key, tensor in tensors.items():
+            assert torch.equal(ours.tensors[group][key], tensor), (group, key)
+
+
+def error_of(capsys: pytest.CaptureFixture) -> str:
+    """The last line of stderr: all that a mistake says."""
+    return capsys.readouterr().err.splitlines()[-1]
 
 
 def _logger() -> logging.Logger:

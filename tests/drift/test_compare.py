@@ -57,11 +57,14 @@ def test_the_size_of_a_small_result_is_exact_with_and_without_tensors():
     assert samples == size
 
 
-def test_growth_by_layer_is_the_difference_of_block_outputs():
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_growth_by_layer_is_the_difference_of_block_outputs(order):
+    """Over all prompts, whichever of them has the largest."""
     plain, changed = decoder(3), decoder(3)
     with torch.no_grad():
         changed.blocks[1].attention.value.weight.mul_(1.01)
-    x, outputs = tokens(batch=2), []
+    x, outputs = tokens(batch=3)[[1, 2]], []  # no token in common where they begin
+    x = x[list(order)]
     for model in (plain, changed):
         for block in model.blocks:
             block.register_forward_hook(lambda m, i, out: outputs.append(out.detach().double()))
@@ -136,6 +139,20 @@ def test_nan_in_the_same_place_is_equal_and_in_one_it_differs():
     assert found.exit_code == 3 and found.first_divergence.op == "aten.add"
     assert found.first_divergence.distance.max_abs == np.inf
     json.dumps(as_json(found), allow_nan=False)
+
+
+def test_zeros_of_two_signs_are_two_logits():
+    class Scaled(Rowwise):
+        def __init__(self, by):
+            super().__init__()
+            self.by = by
+
+        def forward(self, input_ids):
+            return super().forward(input_ids) * self.by
+
+    found = pair(Scaled(0.0), Scaled(-0.0))
+    assert found.prompts[0].words == ("differ", "differ", "same")
+    assert not any(position.equal for position in found.positions)
 
 
 def test_two_dtypes_are_compared_in_the_wider():

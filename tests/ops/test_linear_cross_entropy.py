@@ -107,8 +107,11 @@ def test_no_worse_than_plain(dtype, upstream, device):
 
 def test_fp16_gradients_survive_a_loss_scale(device):
     """Without the scale p / T is below fp16's smallest number: it must not be rounded before."""
-    hidden, weight, targets = head_and_targets((512,), 16, 400, torch.float16, device)
-    weight = (weight / 3).detach().requires_grad_()
+    hidden = torch.full((512, 16), 0.5, dtype=torch.float16, device=device, requires_grad=True)
+    weight = torch.zeros(2, 16, dtype=torch.float16, device=device)
+    weight[0] = 1.5  # logits of 12 and 0: p of the wrong class is 6e-6
+    weight.requires_grad_()
+    targets = torch.zeros(512, dtype=torch.long, device=device)
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     scale = torch.tensor(65536.0, device=device)
     losses = [

@@ -146,6 +146,15 @@ def test_backward_weight_gradient_is_accumulated_in_fp32(device):
     assert weight.grad.tolist() == [2.0] * 8
 
 
+def test_backward_weight_gradient_is_of_the_norm_as_it_was_rounded(device):
+    """A weight of fp32 ones shows what it was multiplied by: x / rms in bf16, bit for bit."""
+    x = torch.randn(1, 37, device=device).bfloat16()
+    weight = torch.ones(37, device=device, requires_grad=True)
+    y = rms_norm(x, weight)
+    y.sum().backward()
+    assert torch.equal(weight.grad, y[0].detach())
+
+
 def test_backward_saves_x_and_weight_alone(device):
     saved: list[Tensor] = []
     x, weight, _ = draw((6, 32), torch.bfloat16, device)

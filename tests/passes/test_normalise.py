@@ -178,11 +178,21 @@ def old_name_is_returned(x):
     return g
 
 
+def a_multiple_is_added(x):
+    return (x * 2).add_(torch.sin(x), alpha=3)
+
+
 @pytest.mark.parametrize(
     "function",
-    [another_name_is_read_later, the_input_is_written, a_view_is_written, old_name_is_returned],
+    [
+        another_name_is_read_later,
+        the_input_is_written,
+        a_view_is_written,
+        old_name_is_returned,
+        a_multiple_is_added,
+    ],
 )
-def test_adds_in_place_that_others_see_stay(function):
+def test_adds_in_place_that_others_see_or_that_scale_stay(function):
     left = ops_left(function, stream())
     assert {"iadd", "add_"} & set(left)
 

@@ -151,6 +151,10 @@ def scaled_behind_the_cap(x, w, t):
     return F.cross_entropy((torch.tanh(F.linear(x, w) / 3) * 3 * 2).flatten(0, 1), t.flatten())
 
 
+def cap_of_two_numbers(x, w, t):
+    return F.cross_entropy((torch.tanh(F.linear(x, w) / 3) * 4).flatten(0, 1), t.flatten())
+
+
 def not_a_head(x, w, t):
     return F.cross_entropy(torch.relu(F.linear(x, w)).flatten(0, 1), t.flatten())
 
@@ -172,6 +176,7 @@ def one_head_a_sample(x, w, t):
         (read_again, "its logits have other readers than the loss"),
         (scaled_by_three, "scaled by a number that is no power of two"),
         (scaled_behind_the_cap, "its logits are scaled behind the soft-cap"),
+        (cap_of_two_numbers, "do not come from a linear head alone"),
         (not_a_head, "do not come from a linear head alone"),
         (classes_are_cut, "do not come from a linear head alone"),
         (one_head_a_sample, "its head is no product with one matrix"),
