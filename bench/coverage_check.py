@@ -30,7 +30,7 @@ import xtrain
 from bench.coverage_models import build, inputs, loss_of
 from xtrain import torch_compat
 from xtrain.compiler import SiteError
-from xtrain.ops.dropout import dropout_on_cpu
+from xtrain.ops.dropout.op import dropout_on_cpu
 from xtrain.rng import site_seed
 
 P, SEED = 0.5, 1

@@ -28,7 +28,7 @@ from bench.ops.common import (
     our_op,
     truth_by,
 )
-from xtrain.ops.dropout import dropout_mask, dropout_reference
+from xtrain.ops.dropout.op import dropout_mask, dropout_reference
 
 OP = "dropout"
 QUESTION = "What does seeded dropout cost an element, against torch's own, eager and compiled?"

@@ -34,7 +34,7 @@ from bench.ops.common import (
     our_op,
     truth_by,
 )
-from xtrain.ops.dropout import dropout_mask, dropout_reference
+from xtrain.ops.dropout.op import dropout_mask, dropout_reference
 
 OP = "dropout_add_rms_norm"
 QUESTION = "Do dropout, add and norm in one kernel reach the memory limit?"

@@ -10,9 +10,7 @@ import test_geglu
 import test_swiglu
 from torch import Tensor
 
-from xtrain.ops.gated import Gated
-from xtrain.ops.geglu import GEGLU, geglu, geglu_packed, geglu_reference
-from xtrain.ops.swiglu import SWIGLU, swiglu, swiglu_packed, swiglu_reference
+from xtrain.ops.gated.op import GEGLU, SWIGLU, Gated, geglu, geglu_packed, swiglu, swiglu_packed
 
 
 @dataclass(frozen=True)
@@ -33,13 +31,13 @@ class Activation:
 
 
 def _geglu(approximate: str) -> Activation:
-    functions = (geglu, geglu_packed, geglu_reference, test_geglu.plain, test_geglu.truth)
+    functions = (geglu, geglu_packed, GEGLU.reference, test_geglu.plain, test_geglu.truth)
     return Activation(
         GEGLU, (approximate,), *(partial(f, approximate=approximate) for f in functions)
     )
 
 
-_SILU = (swiglu, swiglu_packed, swiglu_reference, test_swiglu.plain, test_swiglu.truth)
+_SILU = (swiglu, swiglu_packed, SWIGLU.reference, test_swiglu.plain, test_swiglu.truth)
 # By the kernels' names for them.
 ACTIVATIONS = {
     "silu": Activation(SWIGLU, (), *_SILU),

@@ -13,8 +13,8 @@ import triton
 from interpreter import bf16_rounds_to_nearest  # noqa: F401
 from mask_oracle import keep_mask
 
-from xtrain.ops.dropout import dropout_reference, scale_of, threshold_of
-from xtrain.ops.triton.dropout import _dropout_fwd_kernel, dropout_bwd, dropout_fwd
+from xtrain.ops.dropout.kernel import _dropout_fwd_kernel, dropout_bwd, dropout_fwd
+from xtrain.ops.dropout.op import dropout_reference, scale_of, threshold_of
 
 SEED = -7046029254386353131
 

@@ -13,8 +13,8 @@ from interpreted_pointwise import far_apart, poisoned_outputs  # noqa: F401
 from interpreter import bf16_rounds_to_nearest  # noqa: F401
 from torch import Tensor
 
-import xtrain.ops.triton.gated as kernels
-from xtrain.ops.gated import halves
+from xtrain.ops.gated.op import halves
+from xtrain.ops.gated.op import kernel as kernels
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

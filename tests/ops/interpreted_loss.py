@@ -12,11 +12,11 @@ from loss_oracle import IGNORE, head_and_targets, plain_linear_cross_entropy
 from tolerances import assert_close, assert_no_worse_than_plain
 from torch import Tensor
 
-import xtrain.ops.linear_cross_entropy_chunks as chunks
-import xtrain.ops.triton.cross_entropy as kernels
 from xtrain.ops import linear_cross_entropy
-from xtrain.ops.triton.cross_entropy import cross_entropy_rows
-from xtrain.ops.triton.linear_cross_entropy import scale
+from xtrain.ops.cross_entropy import kernel as kernels
+from xtrain.ops.cross_entropy.kernel import cross_entropy_rows
+from xtrain.ops.linear_cross_entropy import chunks
+from xtrain.ops.linear_cross_entropy.kernel import scale
 
 pytestmark = pytest.mark.usefixtures("bf16_rounds_to_nearest")
 

@@ -15,9 +15,9 @@ from test_rope import angles, plain, tables, token_major, truth
 from tolerances import assert_no_worse_than_plain
 from torch import Tensor
 
-import xtrain.ops.triton.rope as rope_kernels
+from xtrain.ops.rope import kernel as rope_kernels
 
-ROPE = import_module("xtrain.ops.rope")
+ROPE = import_module("xtrain.ops.rope.op")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LAYOUTS = ("half", "interleaved")
 PAST_INT32 = 2**30 + 16  # a stride that fits in 32 bits, twice of which does not

@@ -13,10 +13,10 @@ from test_dropout_add_rms_norm import EPS, OFFSET, SEED, draw, masked, plain, tr
 from tolerances import assert_no_worse_than_plain
 from torch import Tensor
 
-from xtrain.ops.dropout import scale_of, threshold_of
-from xtrain.ops.rms_norm import norm_dtype
-from xtrain.ops.triton import dropout_add_rms_norm as fused
-from xtrain.ops.triton import rms_norm as norm
+from xtrain.ops.dropout.op import scale_of, threshold_of
+from xtrain.ops.dropout_add_rms_norm import kernel as fused
+from xtrain.ops.rms_norm import kernel as norm
+from xtrain.ops.rms_norm.op import norm_dtype
 
 pytestmark = pytest.mark.usefixtures(
     "bf16_rounds_to_nearest", "loop_bounds_are_scalars", "poisoned_memory"

@@ -11,10 +11,10 @@ from interpreter import bf16_rounds_to_nearest  # noqa: F401
 from sdpa_truth import attention, plain_attention
 from tolerances import assert_no_worse_than_plain
 
-from xtrain.ops.triton.sdpa_bwd_kv import sdpa_bwd_kv
-from xtrain.ops.triton.sdpa_bwd_q import sdpa_bwd_q
-from xtrain.ops.triton.sdpa_fwd import sdpa_fwd
-from xtrain.ops.triton.sdpa_tiles import Blocks, Options, dense_rows, document_ranges
+from xtrain.ops.sdpa.backward_kernel import sdpa_bwd_kv, sdpa_bwd_q
+from xtrain.ops.sdpa.kernel import sdpa_fwd
+from xtrain.ops.sdpa.op import as_options
+from xtrain.ops.sdpa.tiles import Blocks, dense_rows, document_ranges
 
 pytestmark = [
     pytest.mark.usefixtures("bf16_rounds_to_nearest"),
@@ -57,16 +57,16 @@ def poisoned(like):
     return torch.full_like(like, float("nan"))
 
 
-def kernels(q, k, v, grad_out, options, documents=None, blocks=(32, 16), tma=False):
+def kernels(q, k, v, grad_out, options, blocks=(32, 16), tma=False):
     """Launch all three kernels with the same blocks; return (out, grad_q, grad_k, grad_v)."""
     blocks = Blocks(*blocks, num_warps=4, num_stages=1)
     out, lse = poisoned(grad_out), torch.full(q.shape[:3], float("nan"))
     how = {"blocks": blocks, "tma": tma}
-    sdpa_fwd(q, k, v, documents, options, out, lse, **how)
+    sdpa_fwd(q, k, v, options, out, lse, **how)
     grad_q, grad_k, grad_v = map(poisoned, (q, k, v))
-    args = (grad_out, q, k, v, documents)
-    delta = sdpa_bwd_q(*args, out, lse, options, grad_q, **how)
-    sdpa_bwd_kv(*args, lse, delta, options, grad_k, grad_v, **how)
+    args = (grad_out, q, k, v, options)
+    delta = sdpa_bwd_q(*args, out, lse, grad_q, **how)
+    sdpa_bwd_kv(*args, lse, delta, grad_k, grad_v, **how)
     return out, grad_q, grad_k, grad_v
 
 
@@ -79,11 +79,11 @@ def inputs(B, N, M, T, S, H, HV=None, dtype=torch.float32):
 
 
 def check(q, k, v, grad_out, documents=None, blocks=(32, 16), tma=False, **options):
-    what = Options(**({"causal": True, "scale": 0.3, "window": None, "softcap": None} | options))
-    results = kernels(q, k, v, grad_out, what, documents, blocks, tma)
-    options = {"causal": True, "scale": 0.3} | options
-    truths = attention(q, k, v, grad_out, documents=documents, **options)
-    plains = plain_attention(q, k, v, grad_out, documents=documents, **options)
+    options = {"causal": True, "scale": 0.3, "documents": documents} | options
+    what = as_options(q, **options).within(k.shape[2])
+    results = kernels(q, k, v, grad_out, what, blocks, tma)
+    truths = attention(q, k, v, grad_out, **options)
+    plains = plain_attention(q, k, v, grad_out, **options)
     for result, plain, truth in zip(results, plains, truths, strict=True):
         assert_no_worse_than_plain(result, plain, truth)
     return results
@@ -171,7 +171,7 @@ def test_rows_that_see_nothing():
 def test_inputs_are_only_read_and_runs_agree():
     tensors = inputs(1, 2, 1, 40, 40, 20)
     before = [t.clone() for t in tensors]
-    options = Options(True, 0.3, None, None)
+    options = as_options(tensors[0], causal=True, scale=0.3)
     first, second = kernels(*tensors, options), kernels(*tensors, options)
     assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -216,7 +216,7 @@ def test_nan_and_infinity_propagate(where):
     for value in (float("nan"), float("inf")):
         q, k, v, grad_out = inputs(1, 1, 1, 40, 40, 16)
         {"q": q, "k": k, "v": v}[where][0, 0, 20, 3] = value
-        out = kernels(q, k, v, grad_out, Options(True, 0.3, None, None))[0]
+        out = kernels(q, k, v, grad_out, as_options(q, causal=True, scale=0.3))[0]
         truth = attention(q, k, v, grad_out, causal=True, scale=0.3)[0]
         assert torch.equal(out.isnan(), truth.isnan()), (where, value)
         assert torch.equal(out.isinf(), truth.isinf()), (where, value)

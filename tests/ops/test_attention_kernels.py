@@ -6,7 +6,7 @@ import pytest
 import torch
 from tolerances import assert_close
 
-from xtrain.ops import attention_kernels
+from xtrain.ops.sdpa import library
 
 GPU_KERNELS = ("flash", "cudnn", "efficient")
 
@@ -34,13 +34,11 @@ def test_cpu_flash(kind):
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
     expected, lse = explicit(*leaves, bias, 0.3)
     passed = bias[None, None] if kind == "mask" else None
-    out, got_lse = attention_kernels.forward("cpu_flash", q, k, v, passed, kind == "causal", 0.3)
+    out, got_lse = library.forward("cpu_flash", q, k, v, passed, kind == "causal", 0.3)
     assert_close(out, expected.detach())
     assert_close(got_lse, lse.detach())
     dy = torch.randn_like(out)
-    grads = attention_kernels.backward(
-        "cpu_flash", dy, q, k, v, passed, out, got_lse, kind == "causal", 0.3
-    )
+    grads = library.backward("cpu_flash", dy, q, k, v, passed, out, got_lse, kind == "causal", 0.3)
     for grad, want in zip(grads, torch.autograd.grad(expected, leaves, dy), strict=True):
         assert_close(grad, want)
 
@@ -51,10 +49,10 @@ def test_gpu_kernels_take_our_arguments(kernel, head_dim):
     """On meta tensors, so without a GPU: what a compile sees of the kernels' shapes."""
     q, k = (torch.empty(2, n, 33, head_dim, dtype=torch.bfloat16, device="meta") for n in (4, 2))
     bias = torch.empty(2, 1, 33, 33, device="meta") if kernel == "efficient" else None
-    out, lse = attention_kernels.forward(kernel, q, k, k, bias, bias is None, 0.1)
+    out, lse = library.forward(kernel, q, k, k, bias, bias is None, 0.1)
     assert (out.shape, out.dtype) == (q.shape, q.dtype)
     assert (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
-    grads = attention_kernels.backward(kernel, out, q, k, k, bias, out, lse, bias is None, 0.1)
+    grads = library.backward(kernel, out, q, k, k, bias, out, lse, bias is None, 0.1)
     assert [g.shape for g in grads] == [q.shape, k.shape, k.shape]
 
 
@@ -71,11 +69,11 @@ def test_gpu_kernels(kernel, groups, head_dim):
     expected, expected_lse = explicit(*leaves, bias, 0.1)
     dy = torch.randn_like(q)
     wants = torch.autograd.grad(expected, leaves, dy.double())
-    out, lse = attention_kernels.forward(kernel, q, k, v, None, True, 0.1)
+    out, lse = library.forward(kernel, q, k, v, None, True, 0.1)
     torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
     for grad_out in (dy, dy.transpose(1, 2).contiguous().transpose(1, 2)):
-        grads = attention_kernels.backward(kernel, grad_out, q, k, v, None, out, lse, True, 0.1)
+        grads = library.backward(kernel, grad_out, q, k, v, None, out, lse, True, 0.1)
         for grad, want in zip(grads, wants, strict=True):
             # gradients sum 65 products of values rounded to bf16; measured error up to 0.024
             torch.testing.assert_close(grad.double(), want, rtol=4e-2, atol=4e-2)
@@ -87,7 +85,7 @@ def test_gpu_choice():
     q, k = (torch.randn(2, n, 64, 64, device="cuda") for n in (4, 2))
     half, half_k = q.bfloat16(), k.bfloat16()
     bias = torch.zeros(64, 64, device="cuda")
-    choose = attention_kernels.choose
+    choose = library.choose
     assert choose(half, half_k, half_k, None, True) in ("flash", "cudnn")
     assert choose(half, half_k, half_k, bias, False) == "efficient"
     assert choose(q, k, k, None, True) == "efficient"  # fp32, grouped heads repeated

@@ -14,7 +14,7 @@ from mask_oracle import keep_mask
 from torch import Tensor
 
 from xtrain.ops import OPS, dropout, dropout_mask
-from xtrain.ops.dropout import (
+from xtrain.ops.dropout.op import (
     dropout_decomposition,
     dropout_reference,
     scale_of,

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from xtrain.ops import OPS, dropout
-from xtrain.ops.dropout import counter, counter_by_fours
+from xtrain.ops.dropout.op import counter, counter_by_fours
 from xtrain.rng import GAMMA
 
 SEED, OFFSET = -987654321987654321, 2**31 - 4

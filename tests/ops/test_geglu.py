@@ -17,8 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from xtrain.ops import OPS, geglu
-from xtrain.ops.gated import halves
-from xtrain.ops.geglu import geglu_packed
+from xtrain.ops.gated.op import geglu_packed, halves
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 BOTH = pytest.mark.parametrize("approximate", ["none", "tanh"])

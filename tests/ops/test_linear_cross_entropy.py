@@ -20,9 +20,9 @@ from loss_oracle import (
 from tolerances import assert_close, assert_no_worse_than_plain
 from torch import Tensor
 
-import xtrain.ops.linear_cross_entropy_chunks as chunks
 from xtrain.ops import OPS, linear_cross_entropy
-from xtrain.ops.linear_cross_entropy import linear_cross_entropy_reference
+from xtrain.ops.linear_cross_entropy import chunks
+from xtrain.ops.linear_cross_entropy.op import linear_cross_entropy_reference
 
 OP = OPS["linear_cross_entropy"]
 OPTIONS = [

@@ -13,8 +13,9 @@ from tolerances import assert_close, assert_no_worse_than_plain
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from xtrain.ops import OPS, sdpa, sdpa_decomposition
-from xtrain.ops.sdpa import sdpa_backend, sdpa_reference
+from xtrain.ops import OPS, sdpa
+from xtrain.ops.sdpa import decomposition
+from xtrain.ops.sdpa.op import sdpa_backend, sdpa_reference
 
 FP32_MIN = torch.finfo(torch.float32).min
 
@@ -276,7 +277,7 @@ def test_backend_is_reported():
 
 def test_notice_when_grouped_heads_fall_to_the_explicit_form(caplog):
     """Row C32: said once for fp32 with grouped heads."""
-    sdpa_decomposition._notice.cache_clear()
+    decomposition._notice.cache_clear()
     q, k, v = qkv(dtype=torch.float32)
     with caplog.at_level(logging.WARNING, logger="xtrain.ops.sdpa_decomposition"):
         sdpa(q, k, v, causal=True)

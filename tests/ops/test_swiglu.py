@@ -12,8 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from xtrain.ops import OPS, swiglu
-from xtrain.ops.gated import halves
-from xtrain.ops.swiglu import swiglu_packed
+from xtrain.ops.gated.op import halves, swiglu_packed
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

@@ -7,7 +7,7 @@ import torch
 from ahead_of_time import ARCHITECTURES, compile_kernel
 from interpreter import run_interpreted
 
-from xtrain.ops.triton.dropout import _dropout_fwd_kernel, dropout_block_sizes
+from xtrain.ops.dropout.kernel import _dropout_fwd_kernel, dropout_block_sizes
 
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 

@@ -21,8 +21,8 @@ from test_triton_pointwise import (
 )
 from torch import Tensor
 
-from xtrain.ops.gated import halves
-from xtrain.ops.triton.gated import _gated_bwd_kernel, _gated_fwd_kernel, gated_block_sizes
+from xtrain.ops.gated.kernel import _gated_bwd_kernel, _gated_fwd_kernel, gated_block_sizes
+from xtrain.ops.gated.op import halves
 
 EACH = pytest.mark.parametrize("name", ACTIVATIONS)
 

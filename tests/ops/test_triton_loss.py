@@ -13,10 +13,10 @@ from loss_oracle import IGNORE, plain_linear_cross_entropy
 from tolerances import assert_close, assert_no_worse_than_plain
 from torch import Tensor
 
-import xtrain.ops.linear_cross_entropy_chunks as chunks
 from xtrain.ops import cross_entropy, linear_cross_entropy
-from xtrain.ops.triton.cross_entropy import _cross_entropy_rows_kernel, cross_entropy_block_sizes
-from xtrain.ops.triton.linear_cross_entropy import _scale_kernel, scale_block_sizes
+from xtrain.ops.cross_entropy.kernel import _cross_entropy_rows_kernel, cross_entropy_block_sizes
+from xtrain.ops.linear_cross_entropy import chunks
+from xtrain.ops.linear_cross_entropy.kernel import _scale_kernel, scale_block_sizes
 
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 PLAIN = {"LABEL_SMOOTHING": 0.0, "Z_LOSS": 0.0, "SOFTCAP": None}

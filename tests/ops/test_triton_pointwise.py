@@ -15,7 +15,7 @@ from tolerances import assert_no_worse_than_plain
 from torch import Tensor
 
 from xtrain.ops import OPS, rope_qk
-from xtrain.ops.triton.rope import _rope_fwd_kernel, rope_block_sizes
+from xtrain.ops.rope.kernel import _rope_fwd_kernel, rope_block_sizes
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 BUILDS = [(arch, "bf16") for arch in ARCHITECTURES] + [(90, d) for d in ("fp16", "fp32", "fp64")]

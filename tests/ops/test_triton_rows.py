@@ -14,9 +14,9 @@ from tolerances import assert_no_worse_than_plain
 from torch import Tensor
 
 from xtrain.ops import OPS, dropout_add_rms_norm, rms_norm
-from xtrain.ops.triton import dropout_add_rms_norm as fused
-from xtrain.ops.triton import rms_norm as norm
-from xtrain.ops.triton import rows
+from xtrain.ops.dropout_add_rms_norm import kernel as fused
+from xtrain.ops.rms_norm import kernel as norm
+from xtrain.ops.shared import rows
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 PURE, AUTOCAST = (BF16, BF16, BF16, BF16), (BF16, FP32, FP32, BF16)  # x, residual, weight, y

@@ -9,16 +9,29 @@ from interpreter import run_interpreted
 from sdpa_truth import attention, plain_attention
 from tolerances import assert_no_worse_than_plain
 
-from xtrain.ops import attention_kernels, sdpa, sdpa_cuda
-from xtrain.ops.sdpa import sdpa_backend
-from xtrain.ops.triton.sdpa_bwd_kv import _sdpa_bwd_kv_kernel, sdpa_bwd_kv_block_sizes
-from xtrain.ops.triton.sdpa_bwd_q import _sdpa_bwd_q_kernel, sdpa_bwd_q_block_sizes
-from xtrain.ops.triton.sdpa_fwd import _sdpa_fwd_kernel, sdpa_fwd_block_sizes
-from xtrain.ops.triton.sdpa_tiles import (
-    Options,
+from xtrain.ops import sdpa
+from xtrain.ops.sdpa import library
+from xtrain.ops.sdpa.backward_kernel import (
+    _sdpa_bwd_kv_kernel,
+    _sdpa_bwd_q_kernel,
+    sdpa_bwd_kv_block_sizes,
+    sdpa_bwd_q_block_sizes,
+)
+from xtrain.ops.sdpa.kernel import _sdpa_fwd_kernel, sdpa_fwd_block_sizes
+from xtrain.ops.sdpa.op import (
+    as_options,
+    backward_by_kernels,
+    forward_by_kernel,
+    sdpa_backend,
+    triton_refuses,
+)
+from xtrain.ops.sdpa.tiles import (
     _document_ranges_kernel,
     head_block,
     wants_tma,
+)
+from xtrain.ops.sdpa.tiles import (
+    constants as constants_of,
 )
 
 KERNELS = {
@@ -51,7 +64,8 @@ def compiled(
     m, n = (blocks.step, blocks.own) if name == "bwd_kv" else (blocks.own, blocks.step)
     like = torch.empty(1, 1, 1, head_dim, dtype=DTYPES[dtype])
     tma = wants_tma(DTYPES[dtype], arch)
-    constants = Options(causal, 0.1, window, softcap).constants(like, like, tma)
+    options = as_options(like, causal=causal, scale=0.1, window=window, softcap=softcap)
+    constants = constants_of(options, like, like, tma)
     constants |= dict.fromkeys(ones, 1)
     constants |= {"DOCUMENTS": documents, "EVEN": not ones, "BLOCK_M": m, "BLOCK_N": n}
     if not documents:
@@ -121,13 +135,13 @@ def test_document_ranges_compile(T):
 # --- on a GPU -------------------------------------------------------------------------------------
 
 
-def ours(q, k, v, grad_out, *, causal=True, scale=0.1, window=None, softcap=None, documents=None):
+def ours(q, k, v, grad_out, *, causal=True, scale=0.1, **rest):
     """(out, grad_q, grad_k, grad_v) by our kernels, whatever `auto` would take."""
-    options = (causal, scale, window, softcap)
+    options = as_options(q, causal=causal, scale=scale, **rest)
     torch.use_deterministic_algorithms(True)  # fills fresh memory with NaN
     try:
-        out, lse = sdpa_cuda.forward(q, k, v, documents, *options)
-        grads = sdpa_cuda.backward(grad_out, q, k, v, documents, out, lse, *options)
+        out, lse = forward_by_kernel(q, k, v, options)
+        grads = backward_by_kernels(grad_out, q, k, v, options, out, lse)
     finally:
         torch.use_deterministic_algorithms(False)
     return [out, *grads]
@@ -241,8 +255,8 @@ def test_row_that_sees_nothing():
 def test_backward_takes_the_lse_of_any_forward():
     """`auto` may pick for each direction by itself."""
     q, k, v, dy = inputs(2, 4, 2, 256, 256, 64)
-    out, lse = attention_kernels.forward("flash", q, k, v, None, True, 0.1)
-    grads = sdpa_cuda.backward(dy, q, k, v, None, out, lse, True, 0.1, None, None)
+    out, lse = library.forward("flash", q, k, v, None, True, 0.1)
+    grads = backward_by_kernels(dy, q, k, v, as_options(q, causal=True, scale=0.1), out, lse)
     for grad, other in zip(grads, ours(q, k, v, dy)[1:], strict=True):
         torch.testing.assert_close(grad, other, rtol=2e-2, atol=2e-2)
 
@@ -254,7 +268,8 @@ def test_auto_takes_ours_where_no_library_kernel_serves():
         assert sdpa_backend(q, k, v, causal=True, **options) == "triton"
     assert sdpa_backend(q[:, :, :9], k, v, causal=True) == "triton"
     assert sdpa_backend(q, k, v, causal=True, mask=torch.ones(130, 130).cuda()).startswith("expl")
-    assert "up to 256" in sdpa_cuda.triton_refuses(*inputs(1, 1, 1, 2, 2, 264)[:2], None, 0.1)
+    wide = inputs(1, 1, 1, 2, 2, 264)
+    assert "up to 256" in triton_refuses(*wide[:2], as_options(wide[0]))
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from xtrain.ops.registry import Op
+from xtrain.ops.core import Op
 from xtrain.passes import fx_utils
 from xtrain.passes.match import Refused, dtype_of, name_of
 

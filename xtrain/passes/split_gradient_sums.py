@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from xtrain.ops import OPS
-from xtrain.ops.dropout_add_rms_norm import KERNEL_GRADS
+from xtrain.ops.dropout_add_rms_norm.op import KERNEL_GRADS
 from xtrain.passes.result import PassResult
 from xtrain.torch_compat import says_opaque
 
