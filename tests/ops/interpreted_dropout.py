@@ -14,7 +14,8 @@ from interpreter import bf16_rounds_to_nearest  # noqa: F401
 from mask_oracle import keep_mask
 
 from xtrain.ops.dropout.kernel import _dropout_fwd_kernel, dropout_bwd, dropout_fwd
-from xtrain.ops.dropout.op import dropout_reference, scale_of, threshold_of
+from xtrain.ops.dropout.op import dropout_mask, dropout_reference, scale_of, threshold_of
+from xtrain.ops.shared.layout import in_rows
 
 SEED = -7046029254386353131
 
@@ -66,6 +67,33 @@ def test_mask_does_not_depend_on_the_tiling(block, num_blocks, vec):
             EVEN=even,
         )
         assert ((out != 0).numpy() == keep_mask(n, 0.3, SEED, 7)).all()
+
+
+def views(dtype: torch.dtype) -> list[torch.Tensor]:
+    """Rows at one, two and three distances, out of step with 16 bytes, and expanded."""
+    packed = torch.randn(2, 5, 3 * 48).to(dtype)
+    return [
+        packed[..., 48:96],
+        packed[..., 48:96].transpose(0, 1),
+        packed[..., 48:88].unflatten(-1, (2, 20)),
+        packed[..., 3:99].unflatten(-1, (2, 48)).transpose(1, 2),
+        packed[:, :1].expand(2, 7, 144),
+        torch.randn(3, 130, 5).to(dtype).transpose(0, 1),
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_in_place_have_the_mask_of_their_values(dtype):
+    for x in views(dtype):
+        assert in_rows(x)[0] is x and not x.is_contiguous()
+        for offset in (5, 2**32 - 11):
+            out = launch(dropout_fwd, x, 0.3, SEED, offset)
+            assert out.is_contiguous()
+            assert torch.equal(out, launch(dropout_fwd, x.contiguous(), 0.3, SEED, offset))
+        ones = x.clone().fill_(1.0)  # in x's layout, where it is dense
+        mask = launch(dropout_bwd, ones, 0.3, SEED, offset) != 0
+        assert torch.equal(mask, dropout_mask(x.shape, 0.3, SEED, offset))
+        assert (mask.numpy() == keep_mask(x.shape, 0.3, SEED, offset)).all()
 
 
 def test_seed_is_read_by_value_not_by_address():

@@ -13,10 +13,12 @@ from test_dropout_add_rms_norm import EPS, OFFSET, SEED, draw, masked, plain, tr
 from tolerances import assert_no_worse_than_plain
 from torch import Tensor
 
+from xtrain.ops import dropout_mask
 from xtrain.ops.dropout.op import scale_of, threshold_of
 from xtrain.ops.dropout_add_rms_norm import kernel as fused
 from xtrain.ops.rms_norm import kernel as norm
 from xtrain.ops.rms_norm.op import norm_dtype
+from xtrain.ops.shared.layout import in_rows
 
 pytestmark = pytest.mark.usefixtures(
     "bf16_rounds_to_nearest", "loop_bounds_are_scalars", "poisoned_memory"
@@ -132,6 +134,26 @@ def test_fused_mask_is_that_of_dropout():
             assert torch.equal(grad_x != 0, keep) and (grad_residual != 0).all()
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2)], ids=str)
+def test_fused_rows_at_several_distances(order):
+    """Bits and masks are those of contiguous tensors: the index is the logical one."""
+    packed = torch.randn(3, 5, 2 * 48)
+    for dtypes, cast in CASES[:2]:
+        x = packed[..., 48:].to(dtypes[0]).permute(order)
+        residual = packed[..., :48].to(dtypes[1]).permute(order)
+        turned = residual.transpose(0, 1).contiguous().transpose(0, 1)
+        weight = torch.rand(48).to(dtypes[2])
+        right = forward([x.contiguous(), residual.contiguous(), weight], 0.3, cast)
+        for other in (residual, residual.contiguous(), turned):
+            assert all(a is b for a, b in zip(in_rows(x, other), (x, other), strict=True))
+            results = forward([x, other, weight], 0.3, cast)
+            for result, expected in zip(results, right, strict=True):
+                assert torch.equal(result, expected) and result.is_contiguous()
+        ones, zeros = torch.ones_like(x), torch.zeros_like(x)
+        h, _ = forward([ones, zeros, weight], 0.3, cast)
+        assert torch.equal(h != 0, dropout_mask(x.shape, 0.3, SEED, OFFSET))
+
+
 def test_gradients_of_several_users():
     x, residual, weight, dh, _ = inputs = draw((7, 33), (BF16, FP32, FP32))
     h, _ = forward(inputs, 0.3, "llama")
@@ -207,6 +229,44 @@ def test_norm(dtypes, cast):
         exact = grads(truth, x.double(), weight.double(), dy.double())
         for result, rounded, right in zip(results, grads(plain, x, weight, dy), exact, strict=True):
             assert_no_worse_than_plain(result, rounded, right)
+
+
+ORDERS = [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (2, 1, 0, 3)]
+
+
+def parts(shape: tuple[int, ...], order: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+    """Two tensors whose rows lie apart: heads [B, T, N, H] of one projection, in another order."""
+    B, T, N, H = shape
+    packed = torch.randn(B, T, 2 * N * H + 16).to(dtype)
+    halves = packed[..., : N * H], packed[..., N * H : 2 * N * H]
+    return [half.unflatten(-1, (N, H)).permute(order) for half in halves]
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_norm_of_rows_at_several_distances(order):
+    """Bits are those of contiguous tensors; each tensor has strides of its own."""
+    for dtype, shape in ((BF16, (2, 3, 4, 40)), (FP32, (1, 5, 3, 24)), (FP32, (3, 2, 1, 40))):
+        x, dy = parts(shape, order, dtype)
+        weight = torch.rand(shape[-1]).to(dtype)
+        y = norm.rms_norm_fwd(x.contiguous(), weight, EPS, True, dtype, dtype)
+        right = y, *norm.rms_norm_bwd(dy.contiguous(), x.contiguous(), weight, EPS, True)
+        turned = dy.transpose(1, 2).contiguous().transpose(1, 2)
+        for grad in (dy, dy.contiguous(), turned):
+            assert all(a is b for a, b in zip(in_rows(grad, x), (grad, x), strict=True))
+            results = [norm.rms_norm_fwd(x, weight, EPS, True, dtype, dtype)]
+            results += norm.rms_norm_bwd(grad, x, weight, EPS, True)
+            for result, expected in zip(results, right, strict=True):
+                assert torch.equal(result, expected) and result.is_contiguous()
+
+
+def test_norm_of_rows_at_one_distance():
+    x, dy = torch.randn(2, 3, 56)[..., 8:48], torch.randn(2, 3, 41)[..., :40]
+    weight = torch.rand(40)
+    y = norm.rms_norm_fwd(x, weight, EPS, False, FP32, FP32)
+    assert torch.equal(y, norm.rms_norm_fwd(x.contiguous(), weight, EPS, False, FP32, FP32))
+    grads = norm.rms_norm_bwd(dy, x, weight, EPS, False)
+    right = norm.rms_norm_bwd(dy.contiguous(), x.contiguous(), weight, EPS, False)
+    assert all(torch.equal(a, b) for a, b in zip(grads, right, strict=True))
 
 
 def test_norm_of_zeros_and_of_nan():

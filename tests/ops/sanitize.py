@@ -151,20 +151,28 @@ def _tables(*shape: int) -> tuple[Any, Any]:
     return angles.cos(), angles.sin()
 
 
+def _heads(make: Any) -> Any:
+    """[B, N, T, H] at three distances, the last row at the end of its memory."""
+    return make(3, 7, 198)[..., 99:].unflatten(-1, (3, 33)).transpose(1, 2)
+
+
 def _dropout(make: Any) -> Iterator[tuple[Any, ...]]:
     for shape in ((1, 1), (1, 1025), (3, 4099)):
         yield make(*shape), 0.25, _int64(SEED), _int64(2**31 - 3)
+    yield _heads(make), 0.25, _int64(SEED), _int64(2**31 - 3)
 
 
 def _rms_norm(make: Any) -> Iterator[tuple[Any, ...]]:
     for shape, cast in (((1, 1), "llama"), ((1, 1025), "gemma"), ((133, 129), "llama")):
         yield make(*shape), make(shape[-1]), 1e-5, cast
+    yield _heads(make), make(33), 1e-5, "llama"
 
 
 def _dropout_add_rms_norm(make: Any) -> Iterator[tuple[Any, ...]]:
     for shape, p in (((1, 1), 0.1), ((1, 1025), 0.5), ((133, 129), 0.1)):
         args = make(*shape), make(*shape), make(shape[-1])
         yield *args, p, _int64(SEED), _int64(7), 1e-5, "llama"
+    yield _heads(make), _heads(make), make(33), 0.1, _int64(SEED), _int64(7), 1e-5, "llama"
     args = make(5, 129), make(5, 129).float(), make(129).float()
     yield *args, 0.1, _int64(SEED), _int64(7), 1e-5, "llama"
 

@@ -165,11 +165,15 @@ def test_backward_saves_seed_and_offset_alone(device):
 
 def test_opcheck_strided(device):
     """The index is the logical one: a view gives the mask of its values, in any layout."""
-    base = torch.randn(6, 4, 10, device=device)
+    base, packed = torch.randn(6, 4, 10, device=device), torch.randn(2, 5, 120, device=device)
     views = [base.transpose(0, 2), base[..., ::2], base[1:, :, 3:], base[:1].expand(6, 4, 10)]
+    heads = packed[..., 40:80].unflatten(-1, (5, 8))
+    views += [base.transpose(0, 1), heads, heads.transpose(1, 2), heads.permute(2, 1, 0, 3)]
     for view in views:
         x = view.detach().requires_grad_()
         dy = torch.randn(view.shape, device=device).transpose(0, 2).contiguous().transpose(0, 2)
+        mask = dropout_mask(view.shape, 0.4, SEED, 1, device=device)
+        assert torch.equal(dropout(x, 0.4, SEED, 1) != 0, mask & (view != 0))
         out = dropout(x, 0.4, SEED, 1)
         assert out.is_contiguous()
         assert bits(out) == bits(dropout(view.contiguous(), 0.4, SEED, 1))

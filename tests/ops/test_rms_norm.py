@@ -159,15 +159,30 @@ def test_backward_saves_x_and_weight_alone(device):
 
 
 def test_opcheck_strided(device):
-    base = torch.randn(6, 4, 10, device=device)
-    views = [base.transpose(0, 2), base[..., ::2], base[1:, :, 3:], base[:1].expand(6, 4, 10)]
-    for view in views:
+    """Results are dense and lie in the order of x: of [B, T, N, H] where x is its [B, N, T, H]."""
+    base, heads = torch.randn(6, 4, 10, device=device), torch.randn(2, 5, 3 * 40, device=device)
+    packed = heads[..., 40:80].unflatten(-1, (5, 8))
+    views = [
+        (base.transpose(0, 2), (6, 60, 1)),  # 10, 4, 6
+        (base[..., ::2], (20, 5, 1)),
+        (base[1:, :, 3:], (28, 7, 1)),
+        (base[:1].expand(6, 4, 10), (40, 10, 1)),
+        (base.transpose(0, 1), (10, 40, 1)),
+        (packed, (200, 40, 8, 1)),
+        (packed.transpose(1, 2), (200, 8, 40, 1)),
+        (packed.permute(2, 0, 1, 3), (8, 200, 40, 1)),
+        (packed[:, :, :1].expand(2, 5, 4, 8).transpose(1, 2), (160, 40, 8, 1)),
+    ]
+    for view, strides in views:
         weight = torch.randn(2 * view.shape[-1], device=device)[::2]
         dy = torch.randn(view.shape, device=device).transpose(0, 2).contiguous().transpose(0, 2)
         strided = with_grads(rms_norm, view, weight, dy, "llama")
         dense = [t.contiguous() for t in (view, weight, dy)]
-        for a, b in zip(strided, with_grads(rms_norm, *dense, "llama"), strict=True):
-            assert torch.equal(a, b) and a.is_contiguous()
+        *of_rows, grad_weight = with_grads(rms_norm, *dense, "llama")
+        for a, b in zip(strided[:2], of_rows, strict=True):
+            assert torch.equal(a, b) and a.stride() == strides
+        torch.testing.assert_close(strided[2], grad_weight)  # summed in the order of memory
+        assert strided[2].is_contiguous()
         x, weight = view.detach().requires_grad_(), weight.requires_grad_()
         torch.library.opcheck(OPS["rms_norm"].forward, (x, weight, EPS, "gemma"))
 

@@ -7,7 +7,12 @@ import torch
 from ahead_of_time import ARCHITECTURES, compile_kernel
 from interpreter import run_interpreted
 
-from xtrain.ops.dropout.kernel import _dropout_fwd_kernel, dropout_block_sizes
+from xtrain.ops.dropout.kernel import (
+    _dropout_fwd_kernel,
+    _dropout_rows_fwd_kernel,
+    dropout_block_sizes,
+)
+from xtrain.ops.shared.rows import forward_block_sizes
 
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -38,6 +43,29 @@ def test_compiles_without_spills(arch, dtype):
     assert usage.instructions.total() / (num_blocks * vec) <= 28, usage
     assert usage.count("FSEL") == usage.count("SEL") == 0, usage
     assert usage.count("BRA") <= 1, usage  # the loop that pads the end: no lane goes its own way
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES, ids=lambda sm: f"sm_{sm}")
+def test_rows_at_three_distances(arch):
+    """No spills, wide accesses, and hardly more instructions than a contiguous tensor takes."""
+    for n_cols in (768, 4096) if arch == 90 else (768,):
+        tile = forward_block_sizes(n_cols, (torch.bfloat16,))
+        num_warps = tile.pop("num_warps")
+        pointers = dict(x_ptr="*bf16", out_ptr="*bf16", seed_ptr="*i64", offset_ptr="*i64")
+        strides = (f"x_{which}_stride" for which in ("outer", "middle", "inner"))
+        distances = dict.fromkeys(strides, "i64:16") | dict(n_middle="i32", n_inner="i32")
+        usage = compile_kernel(
+            _dropout_rows_fwd_kernel,
+            pointers | distances | dict(n_rows="i32:16", last_dropped="i32", scale="fp32"),
+            dict(N_COLS=n_cols, EVEN=True, **tile),
+            arch=arch,
+            num_warps=num_warps,
+        )
+        assert usage.spills == 0 and usage.registers <= 128, usage
+        elements = tile["BLOCK_ROWS"] * n_cols // (32 * num_warps)  # of a thread
+        accesses = elements // tile["VEC"]
+        assert usage.count("LDG", "128") == usage.count("STG", "128") == accesses, usage
+        assert usage.instructions.total() / elements <= 36, usage
 
 
 def test_block_sizes():

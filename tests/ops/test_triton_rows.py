@@ -31,18 +31,31 @@ def test_under_the_interpreter():
 
 
 def compiled(
-    kernel: Any, sizes: dict[str, Any], dtypes, n_cols: int, arch: int, **more: Any
+    kernel: Any,
+    sizes: dict[str, Any],
+    dtypes,
+    n_cols: int,
+    arch: int,
+    *,
+    strided: bool = False,
+    **more: Any,
 ) -> Resources:
     """Compile as the launcher does for aligned tensors whose rows fill the tiles.
 
-    Args:     more: arguments that the launch would make constants.
+    Args:     strided: rows lie at three distances, in tensors past 2^31 elements.
+              more: arguments that the launch would make constants.
     """
+    sizes_of_rows = ["n_middle", "n_inner"]
+    distances = [n for n in kernel.arg_names if n in sizes_of_rows or n.endswith("_stride")]
+    if not strided:
+        more |= dict.fromkeys(distances)
     x, residual, weight, y = (f"*{NAMES[dtype]}" for dtype in dtypes)
     pointers = dict(x_ptr=x, residual_ptr=residual, weight_ptr=weight, h_ptr=residual, y_ptr=y)
     pointers |= dict(grad_h_ptr=residual, grad_y_ptr=y, grad_x_ptr=x, grad_residual_ptr=residual)
     pointers |= dict(grad_y1_ptr=y, grad_y2_ptr=y)
     pointers |= dict(seed_ptr="*i64", offset_ptr="*i64", partial_ptr="*fp32")
     scalars = dict(n_rows="i32:16", eps="fp32", last_dropped="i32", scale="fp32")
+    scalars |= dict.fromkeys(distances, "i64:16") | dict.fromkeys(sizes_of_rows, "i32")
     sizes = {name: value for name, value in sizes.items() if name != "per_sm"}
     options = {n: sizes.pop(n) for n in ("num_warps", "maxnreg") if n in sizes}
     norm_dtype = torch.promote_types(dtypes[1], dtypes[2])
@@ -65,12 +78,14 @@ KERNELS = [
     norm._rms_norm_bwd_kernel,
 ]
 
+TAKES_STRIDES = [kernel for kernel in KERNELS if "n_inner" in kernel.arg_names]
 
-def block_sizes(kernel: Any, n_cols: int, dtypes) -> dict[str, Any]:
+
+def block_sizes(kernel: Any, n_cols: int, dtypes, strided: bool = False) -> dict[str, Any]:
     """Sizes as the launcher of kernel takes them."""
     backward = "_bwd_" in kernel.__name__
     if "dropout" not in kernel.__name__:
-        return norm.rms_norm_block_sizes(n_cols, dtypes[1:], backward=backward)
+        return norm.rms_norm_block_sizes(n_cols, dtypes[1:], strided, backward=backward)
     loaded = (dtypes[1], dtypes[3], dtypes[1])  # h, grad_y and grad_h
     return fused.dropout_add_rms_norm_block_sizes(n_cols, dtypes, loaded, backward=backward)
 
@@ -88,6 +103,27 @@ def test_compiles_without_spills(kernel, arch):
         programs = 65536 // (usage.registers * 32 * sizes["num_warps"])
         assert programs >= sizes.get("per_sm", 16 // sizes["num_warps"]), (n_cols, usage)
         assert usage.shared_bytes <= 99 << 10, (n_cols, usage)
+
+
+@pytest.mark.parametrize("kernel", TAKES_STRIDES, ids=lambda kernel: kernel.__name__)
+def test_rows_at_three_distances(kernel):
+    """No spills on any GPU; accesses as wide, and as many programs at once, as without strides."""
+    shapes = {80: [(128, PURE)], 90: [(128, PURE), (4096, PURE)], 100: [(256, PURE)]}
+    for arch in ARCHITECTURES:
+        for n_cols, dtypes in shapes.get(arch, [(768, AUTOCAST)]):
+            assert_walks_rows(kernel, n_cols, dtypes, arch)
+
+
+def assert_walks_rows(kernel: Any, n_cols: int, dtypes, arch: int) -> None:
+    sizes = block_sizes(kernel, n_cols, dtypes, True)
+    usage, plain = (
+        compiled(kernel, sizes, dtypes, n_cols, arch, strided=strided) for strided in (True, False)
+    )
+    assert usage.spills == 0, (n_cols, usage)
+    programs = 65536 // (usage.registers * 32 * sizes["num_warps"])
+    assert programs >= sizes.get("per_sm", 16 // sizes["num_warps"]), (n_cols, usage)
+    for access in ("LDG", "LDGSTS", "STG"):
+        assert usage.count(access, "128") == plain.count(access, "128"), (n_cols, access)
 
 
 @pytest.mark.parametrize("dtypes", [PURE, AUTOCAST], ids=["pure", "autocast"])

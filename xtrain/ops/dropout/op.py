@@ -26,6 +26,7 @@ from xtrain import torch_compat
 from xtrain.ops import core
 from xtrain.ops.core import compute_dtype
 from xtrain.ops.shared import cpu
+from xtrain.ops.shared.layout import in_rows
 from xtrain.ops.shared.splitmix64 import (
     GAMMA_INT64,
     counter_key,
@@ -37,6 +38,7 @@ from xtrain.rng import to_signed
 
 INT64_MAX = (1 << 63) - 1
 INT64_MIN = -(1 << 63)
+MAX_COLS = 8192  # of kernels of whole rows: a thread then holds 16 elements of each tensor
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -163,7 +165,9 @@ def _cuda(launcher: str) -> Callable[[Tensor, float, Tensor, Tensor], Tensor]:
         if p == 0 or x.numel() == 0 or supports(x, p, seed, offset) is not None:
             return dropout_decomposition(x, p, seed, offset)
         launch = getattr(import_module("xtrain.ops.dropout.kernel"), launcher)
-        return launch(x.contiguous(), threshold_of(p), scale_of(p), seed, offset)
+        in_place = x.dim() > 0 and x.shape[-1] <= MAX_COLS
+        (x,) = in_rows(x) if in_place else (x.contiguous(),)
+        return launch(x, threshold_of(p), scale_of(p), seed, offset)
 
     return kernel
 

@@ -1,7 +1,8 @@
 """Dropout of a branch, the residual sum and the next RMS norm in one pass, forward and backward.
 
 Tiling:   whole rows in registers, as in shared/rows.py: one tile per program forward, a
-          fixed number of programs walking all tiles backward.
+          fixed number of programs walking all tiles backward. Rows of x and residual may lie at up
+          to three distances each; those of all other tensors lie one behind the other.
 Bytes:    forward x, residual read, h, y written; backward grad_h, grad_y, h read, grad_x,
           grad_residual written. Where y has up to three users, their gradients are read one by one
           and summed here in fp32: their sum is never written. Seed and offset (16) are read by
@@ -39,6 +40,8 @@ from xtrain.ops.shared.rows import (
     load_tile,
     load_weight,
     num_programs,
+    row_distances,
+    row_starts,
     store_chunk,
     store_partials,
     sum_partials,
@@ -74,6 +77,14 @@ def _dropout_add_rms_norm_fwd_kernel(
     y_ptr,
     seed_ptr,
     offset_ptr,
+    n_middle,
+    n_inner,
+    x_outer_stride,
+    x_middle_stride,
+    x_inner_stride,
+    residual_outer_stride,
+    residual_middle_stride,
+    residual_inner_stride,
     n_rows,
     eps,
     last_dropped,
@@ -90,8 +101,15 @@ def _dropout_add_rms_norm_fwd_kernel(
 ):
     H_DTYPE: tl.constexpr = h_ptr.dtype.element_ty
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    x = load_tile(x_ptr, rows, n_rows, N_COLS, CHUNK, NUM_CHUNKS, VEC, EVEN)
-    residual = load_tile(residual_ptr, rows, n_rows, N_COLS, CHUNK, NUM_CHUNKS, VEC, EVEN)
+    starts = row_starts(
+        rows, N_COLS, n_middle, n_inner, x_outer_stride, x_middle_stride, x_inner_stride
+    )
+    x = load_tile(x_ptr, rows, n_rows, N_COLS, CHUNK, NUM_CHUNKS, VEC, EVEN, starts)
+    starts = row_starts(
+        rows, N_COLS, n_middle, n_inner, residual_outer_stride, residual_middle_stride,
+        residual_inner_stride,
+    )  # fmt: skip
+    residual = load_tile(residual_ptr, rows, n_rows, N_COLS, CHUNK, NUM_CHUNKS, VEC, EVEN, starts)
     weight = load_weight(weight_ptr, BLOCK_ROWS, N_COLS, CHUNK, NUM_CHUNKS, VEC)
     if DROPS:
         seed = tl.load(seed_ptr).to(tl.uint64)
@@ -213,7 +231,10 @@ def dropout_add_rms_norm_fwd(
     norm_dtype: torch.dtype,
     y_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Launch on contiguous tensors; threshold 0 drops nothing. Return (h, y)."""
+    """Launch on x and residual as layout.in_rows gives them, and contiguous weight.
+
+    Return (h, y), contiguous; threshold 0 drops nothing.
+    """
     n_cols = x.shape[-1]
     n_rows = x.numel() // n_cols
     h_dtype = torch.promote_types(x.dtype, residual.dtype)
@@ -231,6 +252,7 @@ def dropout_add_rms_norm_fwd(
         y,
         seed,
         offset,
+        *row_distances(x, residual),
         n_rows,
         eps,
         max((threshold << 8) - 1, 0),

@@ -46,7 +46,7 @@ from xtrain.ops.rms_norm.op import (
     rms_norm_reference,
     row_kernel_refuses,
 )
-from xtrain.ops.shared.layout import contiguous
+from xtrain.ops.shared.layout import contiguous, in_rows
 
 Dtype = torch.dtype
 KERNEL_GRADS = 3  # as many gradients of y as the backward kernel adds up
@@ -241,10 +241,10 @@ def _cuda(
     if x.numel() == 0 or out_dtype not in KERNEL_DTYPES or refused is not None:
         dense = contiguous(x), contiguous(residual), weight
         return dropout_add_rms_norm_decomposition(*dense, p, seed, offset, eps, cast, y_dtype)
-    dense = x.contiguous(), residual.contiguous(), weight.contiguous()
+    rows = in_rows(x, residual)
     random = threshold_of(p), scale_of(p), seed, offset
     launch = import_module("xtrain.ops.dropout_add_rms_norm.kernel").dropout_add_rms_norm_fwd
-    return launch(*dense, *random, eps, cast == "llama", rounds_to, out_dtype)
+    return launch(*rows, weight.contiguous(), *random, eps, cast == "llama", rounds_to, out_dtype)
 
 
 def _backward_fake(

@@ -2,6 +2,8 @@
 
 Tiling:   whole rows in registers, as in shared/rows.py: one tile per program forward, a
           fixed number of programs walking all tiles backward.
+          Rows of x and grad_y may lie at up to three distances (a projection's heads); those of
+          the results lie one behind the other.
 Bytes:    forward x read, y written; backward grad_y and x read, grad_x written; the weight, and the
           weight gradient's partials (programs * D * 4), stay in the L2.
 Numerics: fp32 up to the rounding that the cast order asks for; 1 / rms is computed again in the
@@ -31,6 +33,8 @@ from xtrain.ops.shared.rows import (
     load_tile,
     load_weight,
     num_programs,
+    row_distances,
+    row_starts,
     store_chunk,
     store_partials,
     sum_partials,
@@ -58,6 +62,11 @@ def _rms_norm_fwd_kernel(
     x_ptr,
     weight_ptr,
     y_ptr,
+    n_middle,
+    n_inner,
+    x_outer_stride,
+    x_middle_stride,
+    x_inner_stride,
     n_rows,
     eps,
     N_COLS: tl.constexpr,
@@ -70,7 +79,10 @@ def _rms_norm_fwd_kernel(
     EVEN: tl.constexpr,
 ):
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    x = load_tile(x_ptr, rows, n_rows, N_COLS, CHUNK, NUM_CHUNKS, VEC, EVEN)
+    starts = row_starts(
+        rows, N_COLS, n_middle, n_inner, x_outer_stride, x_middle_stride, x_inner_stride
+    )
+    x = load_tile(x_ptr, rows, n_rows, N_COLS, CHUNK, NUM_CHUNKS, VEC, EVEN, starts)
     weight = load_weight(weight_ptr, BLOCK_ROWS, N_COLS, CHUNK, NUM_CHUNKS, VEC)
     squares = tl.zeros([BLOCK_ROWS, CHUNK], tl.float32)
     for chunk in tl.static_range(NUM_CHUNKS):
@@ -89,6 +101,14 @@ def _rms_norm_bwd_kernel(
     weight_ptr,
     grad_x_ptr,
     partial_ptr,
+    n_middle,
+    n_inner,
+    grad_y_outer_stride,
+    grad_y_middle_stride,
+    grad_y_inner_stride,
+    x_outer_stride,
+    x_middle_stride,
+    x_inner_stride,
     n_rows,
     eps,
     N_COLS: tl.constexpr,
@@ -108,8 +128,15 @@ def _rms_norm_bwd_kernel(
     n_tiles = tl.cdiv(n_rows, BLOCK_ROWS)
     for tile in tl.range(tl.program_id(0), n_tiles, tl.num_programs(0), num_stages=NUM_STAGES):
         rows = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS).to(tl.int64)
-        x = load_tile(x_ptr, rows, n_rows, N_COLS, CHUNK, NUM_CHUNKS, VEC, EVEN)
-        grad_y = load_tile(grad_y_ptr, rows, n_rows, N_COLS, CHUNK, NUM_CHUNKS, VEC, EVEN)
+        starts = row_starts(
+            rows, N_COLS, n_middle, n_inner, x_outer_stride, x_middle_stride, x_inner_stride
+        )
+        x = load_tile(x_ptr, rows, n_rows, N_COLS, CHUNK, NUM_CHUNKS, VEC, EVEN, starts)
+        starts = row_starts(
+            rows, N_COLS, n_middle, n_inner, grad_y_outer_stride, grad_y_middle_stride,
+            grad_y_inner_stride,
+        )  # fmt: skip
+        grad_y = load_tile(grad_y_ptr, rows, n_rows, N_COLS, CHUNK, NUM_CHUNKS, VEC, EVEN, starts)
         rstd, slope = norm_slopes(x, grad_y, weight, rows, n_rows, eps, N_COLS, LLAMA)
         sums = ()
         for chunk in tl.static_range(NUM_CHUNKS):
@@ -160,18 +187,18 @@ def norm_gradients(x, grad_y, weight, rstd, slope, LLAMA: tl.constexpr, X_DTYPE:
 
 
 def rms_norm_block_sizes(
-    n_cols: int, dtypes: Iterable[torch.dtype], *, backward: bool
+    n_cols: int, dtypes: Iterable[torch.dtype], strided: bool = False, *, backward: bool
 ) -> dict[str, Any]:
     """Return the sizes of the forward or backward kernel for x and y (or its gradient) of dtypes.
 
     As for rows in general; but bf16 rows of 4096 take 32 warps of 64 registers backward, measured
-    best where three tensors are all there is to move.
+    best where three tensors are all there is to move, unless strides are to be held as well.
     """
     dtypes = tuple(dtypes)
     if not backward:
         return forward_block_sizes(n_cols, dtypes)
     sizes = backward_block_sizes(n_cols, dtypes, dtypes)
-    if n_cols == 4096 and sizes["VEC"] == 8:
+    if n_cols == 4096 and sizes["VEC"] == 8 and not strided:
         sizes |= dict(num_warps=16, per_sm=2, NUM_STAGES=3, maxnreg=64)
     return sizes
 
@@ -179,7 +206,10 @@ def rms_norm_block_sizes(
 def rms_norm_fwd(
     x: Tensor, weight: Tensor, eps: float, llama: bool, norm_dtype: torch.dtype, dtype: torch.dtype
 ) -> Tensor:
-    """Launch on contiguous x and weight; the norm rounds to norm_dtype, the result to dtype."""
+    """Launch on x as layout.in_rows gives it, and contiguous weight; the result is contiguous.
+
+    The norm rounds to norm_dtype, the result to dtype.
+    """
     n_cols = x.shape[-1]
     n_rows = x.numel() // n_cols
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
@@ -190,6 +220,7 @@ def rms_norm_fwd(
         x,
         weight,
         y,
+        *row_distances(x),
         n_rows,
         eps,
         N_COLS=n_cols,
@@ -204,10 +235,12 @@ def rms_norm_fwd(
 def rms_norm_bwd(
     grad_y: Tensor, x: Tensor, weight: Tensor, eps: float, llama: bool
 ) -> tuple[Tensor, Tensor]:
-    """Launch on contiguous tensors; return (grad_x, grad_weight)."""
+    """Launch on grad_y and x as layout.in_rows gives them; return (grad_x, grad_weight)."""
     n_cols = x.shape[-1]
     n_rows = x.numel() // n_cols
-    tile = rms_norm_block_sizes(n_cols, (x.dtype, grad_y.dtype), backward=True)
+    distances = row_distances(grad_y, x)
+    strided = distances[0] is not None
+    tile = rms_norm_block_sizes(n_cols, (x.dtype, grad_y.dtype), strided, backward=True)
     programs = num_programs(n_rows, tile, x.device)
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     partial = torch.empty(programs, n_cols, dtype=torch.float32, device=x.device)
@@ -219,6 +252,7 @@ def rms_norm_bwd(
         weight,
         grad_x,
         partial,
+        *distances,
         n_rows,
         eps,
         N_COLS=n_cols,

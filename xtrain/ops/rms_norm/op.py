@@ -26,11 +26,10 @@ from torch import Tensor
 from xtrain import torch_compat
 from xtrain.ops import core
 from xtrain.ops.core import compute_dtype
-from xtrain.ops.dropout.op import KERNEL_DTYPES
-from xtrain.ops.shared.layout import contiguous
+from xtrain.ops.dropout.op import KERNEL_DTYPES, MAX_COLS
+from xtrain.ops.shared.layout import contiguous, dense, empty_in, in_rows, inverse, memory_order
 
 CASTS = ("llama", "gemma")
-MAX_COLS = 8192  # of the kernel: a thread then holds 16 elements of the row in each tensor
 
 
 def rms_norm_reference(
@@ -49,22 +48,25 @@ def rms_norm_decomposition(
     x: Tensor, weight: Tensor, eps: float, cast: str, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """Return the norm as inductor fuses it: one reduction, one pass."""
-    x = x.contiguous()
+    order = memory_order(x)
+    x = x.permute(order).contiguous()
     c = compute_dtype(torch.promote_types(x.dtype, weight.dtype))
     normalised = x.to(c) * _rstd(x.to(c), eps)
     if cast == "llama":
         out = normalised.to(x.dtype) * weight
     else:
         out = (normalised * (1.0 + weight.to(c))).to(x.dtype)
-    return out if out_dtype is None else out.to(out_dtype)
+    return (out if out_dtype is None else out.to(out_dtype)).permute(inverse(order))
 
 
 def rms_norm_backward_decomposition(
     grad_out: Tensor, x: Tensor, weight: Tensor, eps: float, cast: str
 ) -> tuple[Tensor, Tensor]:
     """Return (grad_x, grad_weight) by the formulas above."""
-    grad_x, grad_weight = gradients(grad_out, x, weight, eps, cast)
-    return grad_x.to(x.dtype), grad_weight.to(weight.dtype)
+    order = memory_order(x)
+    rows = grad_out.permute(order), x.permute(order)
+    grad_x, grad_weight = gradients(*rows, weight, eps, cast)
+    return grad_x.to(x.dtype).permute(inverse(order)), grad_weight.to(weight.dtype)
 
 
 def gradients(
@@ -146,14 +148,14 @@ def _fake(
 ) -> Tensor:
     check_inputs(x, weight, eps, cast)
     dtype = out_dtype or norm_dtype(x.dtype, weight.dtype, cast)
-    return torch.empty(x.shape, dtype=dtype, device=x.device)
+    return empty_in(memory_order(x), x.shape, x, dtype)
 
 
 def _eager(
     x: Tensor, weight: Tensor, eps: float, cast: str, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     check_inputs(x, weight, eps, cast)
-    return rms_norm_decomposition(contiguous(x), weight, eps, cast, out_dtype)
+    return rms_norm_decomposition(dense(x, memory_order(x)), weight, eps, cast, out_dtype)
 
 
 def _cuda(
@@ -165,14 +167,17 @@ def _cuda(
     if x.numel() == 0 or dtype not in KERNEL_DTYPES or supports(x, weight) is not None:
         return _eager(x, weight, eps, cast, out_dtype)
     launch = import_module("xtrain.ops.rms_norm.kernel").rms_norm_fwd
-    return launch(x.contiguous(), weight.contiguous(), eps, cast == "llama", rounds_to, dtype)
+    order = memory_order(x)
+    rows = in_rows(x.permute(order))
+    y = launch(*rows, weight.contiguous(), eps, cast == "llama", rounds_to, dtype)
+    return y.permute(inverse(order))
 
 
 def _backward_fake(
     grad_out: Tensor, x: Tensor, weight: Tensor, eps: float, cast: str
 ) -> tuple[Tensor, Tensor]:
     return (
-        torch.empty(x.shape, dtype=x.dtype, device=x.device),
+        empty_in(memory_order(x), x.shape, x),
         torch.empty(weight.shape, dtype=weight.dtype, device=x.device),
     )
 
@@ -180,8 +185,8 @@ def _backward_fake(
 def _backward_eager(
     grad_out: Tensor, x: Tensor, weight: Tensor, eps: float, cast: str
 ) -> tuple[Tensor, Tensor]:
-    dense = contiguous(grad_out), contiguous(x), contiguous(weight)
-    return rms_norm_backward_decomposition(*dense, eps, cast)
+    rows = dense(grad_out, memory_order(x)), dense(x, memory_order(x))
+    return rms_norm_backward_decomposition(*rows, contiguous(weight), eps, cast)
 
 
 def _backward_cuda(
@@ -190,8 +195,10 @@ def _backward_cuda(
     if x.numel() == 0 or row_kernel_refuses(grad_out=grad_out, x=x, weight=weight) is not None:
         return _backward_eager(grad_out, x, weight, eps, cast)
     launch = import_module("xtrain.ops.rms_norm.kernel").rms_norm_bwd
-    dense = grad_out.contiguous(), x.contiguous(), weight.contiguous()
-    return launch(*dense, eps, cast == "llama")
+    order = memory_order(x)
+    rows = in_rows(grad_out.permute(order), x.permute(order))
+    grad_x, grad_weight = launch(*rows, weight.contiguous(), eps, cast == "llama")
+    return grad_x.permute(inverse(order)), grad_weight
 
 
 FORWARD = core.define_op(
@@ -230,7 +237,8 @@ core.forbid_second_derivative(BACKWARD)
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, cast: str = "llama") -> Tensor:
     """Divide each row of x by its root mean square and multiply it by weight.
 
-    Shapes:   x (..., D), any strides; weight (D); result like x, contiguous, never an alias.
+    Shapes:   x (..., D), any strides; weight (D); result like x, dense, its dims in memory in x's
+              order (D the innermost), never an alias.
     Args:     eps: added to the mean square; a constant.
               cast: "llama" rounds x / rms to x's dtype, then multiplies by weight; "gemma"
               multiplies by 1 + weight in fp32, then rounds.

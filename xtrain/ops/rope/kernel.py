@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from xtrain.ops.launch.launching import launch
-from xtrain.ops.shared.layout import empty_in, heads_order
+from xtrain.ops.shared.layout import empty_in, memory_order
 
 
 @triton.jit
@@ -170,7 +170,7 @@ def rope_qk_bwd(
 def _launch(
     inputs: list[Tensor], cos: Tensor, sin: Tensor, layout: str, *, inverse: bool
 ) -> list[Tensor]:
-    outs = [empty_in(heads_order(x), x.shape, x) for x in inputs]
+    outs = [empty_in(memory_order(x), x.shape, x) for x in inputs]
     rows = [x if x.stride(-1) == 1 else x.contiguous() for x in inputs]
     B, N, T, H = inputs[0].shape
     n_all_heads = sum(x.shape[1] for x in inputs)

@@ -25,7 +25,7 @@ from torch import Tensor
 from xtrain import torch_compat
 from xtrain.ops import core
 from xtrain.ops.core import compute_dtype
-from xtrain.ops.shared.layout import empty_in, heads_order, inverse
+from xtrain.ops.shared.layout import empty_in, inverse, memory_order
 
 LAYOUTS = ("half", "interleaved")
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -54,7 +54,7 @@ def rope_qk_reference(
 
 def rope_decomposition(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
     """Return x turned, as inductor fuses it: one read and one write of x."""
-    order = heads_order(x)
+    order = memory_order(x)
     cos, sin = (
         _per_head(table).expand(x.shape[0], -1, -1, -1).permute(order) for table in (cos, sin)
     )
@@ -173,7 +173,7 @@ def prefers_kernel_qk(
 
 
 def _empty_like(x: Tensor) -> Tensor:
-    return empty_in(heads_order(x), x.shape, x)
+    return empty_in(memory_order(x), x.shape, x)
 
 
 def _fake(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from xtrain.ops.core import compute_dtype
 from xtrain.ops.sdpa import library
-from xtrain.ops.shared.layout import empty_in, heads_order
+from xtrain.ops.shared.layout import empty_in, memory_order
 
 logger = logging.getLogger("xtrain.ops.sdpa_decomposition")
 
@@ -55,7 +55,7 @@ def empty_in_layout(x: Tensor, last: int) -> Tensor:
     empty_like would not do: on empty and overlapping tensors its strides differ between real and
     fake ones.
     """
-    return empty_in(heads_order(x), (*x.shape[:3], last), x)
+    return empty_in(memory_order(x), (*x.shape[:3], last), x)
 
 
 def lse_like(q: Tensor) -> Tensor:

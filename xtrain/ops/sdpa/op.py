@@ -32,7 +32,7 @@ from xtrain.ops.sdpa.decomposition import (
     sdpa_backward_decomposition,
     sdpa_decomposition,
 )
-from xtrain.ops.shared.layout import contiguous, dense, heads_order
+from xtrain.ops.shared.layout import contiguous, dense, memory_order
 
 # In 16 bits wider tiles leave no room for two operands in shared memory. fp32 is multiplied in
 # parts (tf32x3), whose error was 0.8 of twice plain PyTorch's at head dim 192 and 1.3 at 256.
@@ -116,7 +116,7 @@ def _forward_fake(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Te
 
 def _forward_eager(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     out, lse = sdpa_decomposition(q, k, v, options)
-    return dense(out, heads_order(q)), contiguous(lse)
+    return dense(out, memory_order(q)), contiguous(lse)
 
 
 def _forward_cuda(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
@@ -149,7 +149,7 @@ def _backward_eager(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *grads, grad_mask = sdpa_backward_decomposition(grad_out, q, k, v, options, *rest)
     grad_q, grad_k, grad_v = (
-        dense(grad, heads_order(x)) for grad, x in zip(grads, (q, k, v), strict=True)
+        dense(grad, memory_order(x)) for grad, x in zip(grads, (q, k, v), strict=True)
     )
     return grad_q, grad_k, grad_v, contiguous(grad_mask)
 

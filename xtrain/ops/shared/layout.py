@@ -17,6 +17,7 @@ contiguous ones.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cmp_to_key
 
@@ -63,22 +64,53 @@ def row_stride(x: Tensor) -> int | None:
     """
     if x.dim() == 0:
         return 0
-    if x.shape[-1] > 1 and x.stride(-1) != 1:
+    rows = row_strides(x)
+    return rows[1][0][0] if rows is not None and rows[0] == (1, 1) else None
+
+
+def row_strides(*tensors: Tensor) -> tuple[tuple[int, int], list[tuple[int, ...]]] | None:
+    """Return sizes (n_middle, n_inner) and each tensor's three distances between its rows.
+
+    The last dim is one row. Row r of each of these tensors of one shape starts behind as many
+    elements as the distances times (r // n_inner // n_middle, r // n_inner % n_middle, r % n_inner)
+    add up to: so lie the heads of a packed projection, in any order of B, N and T. A size is 1, and
+    its distance 0, where fewer say it all. None where three do not, or where the elements of a row
+    are not neighbours.
+    """
+    shape = tensors[0].shape
+    if shape[-1] > 1 and any(x.stride(-1) != 1 for x in tensors):
         return None
-    outer = [(size, x.stride(d)) for d, size in enumerate(x.shape[:-1]) if size != 1]
-    for (_, stride), (inner_size, inner_stride) in zip(outer, outer[1:], strict=False):
-        if stride != inner_size * inner_stride:
-            return None
-    return outer[-1][1] if outer else 0
+    dims: list[tuple[int, list[int]]] = []  # from the outermost; what lies at one distance, joined
+    for size, *strides in zip(shape[:-1], *(x.stride()[:-1] for x in tensors), strict=True):
+        if size == 1:
+            continue
+        if dims and dims[-1][1] == [size * stride for stride in strides]:
+            size *= dims.pop()[0]
+        dims.append((size, strides))
+    if len(dims) > 3 or math.prod(shape[:-1]) >= 1 << 31:  # kernels divide 32-bit row numbers
+        return None
+    absent = 1, [0] * len(tensors)
+    dims = dims or [absent]
+    dims[1:1] = [absent] * (3 - len(dims))
+    outer, middle, inner = dims
+    return (middle[0], inner[0]), list(zip(outer[1], middle[1], inner[1], strict=True))
 
 
-def heads_order(x: Tensor) -> tuple[int, ...]:
-    """Return the dims of x [B, N, T, H] from the outermost in memory to the innermost; H is last.
+def in_rows(*tensors: Tensor) -> list[Tensor]:
+    """Return tensors of one shape, those copied whose rows `row_strides` finds no distances for."""
+    if row_strides(*tensors) is not None:
+        return list(tensors)
+    alone = [x if row_strides(x) is not None else x.contiguous() for x in tensors]
+    return alone if row_strides(*alone) is not None else [x.contiguous() for x in alone]
+
+
+def memory_order(x: Tensor) -> tuple[int, ...]:
+    """Return the dims of x (..., D) from the outermost in memory to the innermost; D is last.
 
     Projections give [B, T, N, H], or [T, B, N, H], seen as [B, N, T, H]; each may be a part of a
     wider row that holds queries, keys and values. A dense result in that order is merged back to
     [B, T, N * H], and gradients in that order are put back into one row, without a transpose.
-    A dim of size 1 has no place in memory; it keeps its own.
+    A dim of size 1, or one that was expanded, has no place in memory; it keeps its own.
     """
 
     def further_out(a: int, b: int) -> int:  # symbolic strides are sorted by comparisons alone
@@ -86,12 +118,19 @@ def heads_order(x: Tensor) -> tuple[int, ...]:
             return 1
         return -1 if torch_compat.holds(x.stride(b) < x.stride(a)) else 0
 
-    long = [d for d in range(3) if not torch_compat.holds(x.shape[d] == 1)]
-    by_stride = iter(sorted(long, key=cmp_to_key(further_out)))
-    return *(next(by_stride) if d in long else d for d in range(3)), 3
+    leading = range(x.dim() - 1)
+    placed = [
+        d
+        for d in leading
+        if not (torch_compat.holds(x.shape[d] == 1) or torch_compat.holds(x.stride(d) == 0))
+    ]
+    by_stride = iter(sorted(placed, key=cmp_to_key(further_out)))
+    return *(next(by_stride) if d in placed else d for d in leading), x.dim() - 1
 
 
-def empty_in(order: tuple[int, ...], shape: Sequence[int], like: Tensor) -> Tensor:
+def empty_in(
+    order: tuple[int, ...], shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None
+) -> Tensor:
     """Return memory for this shape whose dims lie in this order, as `dense` would give it."""
-    memory = torch.empty([shape[d] for d in order], dtype=like.dtype, device=like.device)
+    memory = torch.empty([shape[d] for d in order], dtype=dtype or like.dtype, device=like.device)
     return memory.permute(inverse(order))

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from xtrain.ops.launch.launching import launch
 from xtrain.ops.shared.casts import widened
+from xtrain.ops.shared.layout import row_strides
 
 
 @triton.jit
@@ -47,6 +48,27 @@ def chunk_cols(chunk: tl.constexpr, CHUNK: tl.constexpr, VEC: tl.constexpr):
 
 
 @triton.jit
+def row_starts(
+    rows, N_COLS: tl.constexpr, n_middle, n_inner, outer_stride, middle_stride, inner_stride
+):
+    """Return where rows start: one behind the other where n_inner is None, else at the distances of
+    layout.row_strides, which promises that row numbers fit in 32 bits.
+    """
+    if n_inner is None:
+        starts = rows * N_COLS
+    else:
+        row = rows.to(tl.int32)
+        outer = row // n_inner
+        inner = row - outer * n_inner
+        row = outer
+        outer = row // n_middle
+        middle = row - outer * n_middle
+        starts = outer.to(tl.int64) * outer_stride + middle.to(tl.int64) * middle_stride
+        starts += inner.to(tl.int64) * inner_stride
+    return starts
+
+
+@triton.jit
 def load_tile(
     ptr,
     rows,
@@ -56,13 +78,20 @@ def load_tile(
     NUM_CHUNKS: tl.constexpr,
     VEC: tl.constexpr,
     EVEN: tl.constexpr,
+    starts=None,
 ):
-    """Return the chunks of a row-major matrix's rows as they lie in memory; 0 past the edges."""
+    """Return the chunks of the rows as they lie in memory, one behind the other where no `starts`
+    say where; 0 past the edges.
+    """
+    if starts is None:
+        first = rows * N_COLS
+    else:
+        first = starts
     tile = ()
     for chunk in tl.static_range(NUM_CHUNKS):
         cols = chunk_cols(chunk, CHUNK, VEC)
         mask = tile_mask(rows, cols, n_rows, N_COLS, EVEN)
-        at = tl.max_contiguous((rows * N_COLS)[:, None] + cols[None, :], [1, VEC])
+        at = tl.max_contiguous(first[:, None] + cols[None, :], [1, VEC])
         tile = tile + (tl.load(ptr + at, mask=mask, other=0.0),)
     return tile
 
@@ -240,6 +269,19 @@ def is_even(n_rows: int, n_cols: int, tile: dict[str, Any]) -> bool:
     """Return whether no tile reaches past the last row or column."""
     whole_rows = n_rows % tile["BLOCK_ROWS"] == 0
     return whole_rows and n_cols == tile["CHUNK"] * tile["NUM_CHUNKS"]
+
+
+def row_distances(*tensors: Tensor) -> list[int | None]:
+    """Return n_middle, n_inner and each tensor's three strides, as row_starts takes them.
+
+    None where all are contiguous: such a launch compiles to code that knows no strides.
+    """
+    if all(x.is_contiguous() for x in tensors):
+        return [None] * (2 + 3 * len(tensors))
+    rows = row_strides(*tensors)
+    assert rows is not None
+    sizes, strides = rows
+    return [*sizes, *(stride for of_tensor in strides for stride in of_tensor)]
 
 
 def num_programs(n_rows: int, tile: dict[str, Any], device: torch.device) -> int:
