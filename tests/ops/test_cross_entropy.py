@@ -14,7 +14,7 @@ from tolerances import assert_close, assert_no_worse_than_plain
 from torch import Tensor
 
 from xtrain.ops import OPS, cross_entropy
-from xtrain.ops.cross_entropy import decomposition
+from xtrain.ops.cross_entropy import op
 from xtrain.ops.cross_entropy.op import cross_entropy_reference
 
 
@@ -36,7 +36,7 @@ def chunks(request, monkeypatch):
     """Eager kernels over all rows at once, and cut after every two."""
     if request.param == "row blocks":
         small = {"cpu": 2 * 11, "cuda": 2 * 11}
-        monkeypatch.setattr(decomposition, "CHUNK_ELEMENTS", small)
+        monkeypatch.setattr(op, "CHUNK_ELEMENTS", small)
 
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["even", "weighted"])

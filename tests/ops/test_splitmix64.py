@@ -10,7 +10,7 @@ import torch
 from mask_oracle import splitmix64 as numpy_splitmix64
 
 from xtrain import rng
-from xtrain.ops.shared.splitmix64 import counter_key, mix_top_bits, shift_right, splitmix64
+from xtrain.ops.dropout.op import counter_key, mix_top_bits, shift_right, splitmix64
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "dropout_masks.json").read_text())
 EDGES = [0, 1, -1, 2**31, 2**32, -(2**31), 2**63 - 1, -(2**63), 0x0123456789ABCDEF]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +16,14 @@ from xtrain import passes, torch_compat
 from xtrain.compiler.session import Session
 from xtrain.compiler.verify import VerifiedGraph
 from xtrain.passes import fx_utils
-from xtrain.passes.fuse_dropout_add_rms_norm import fuse_dropout_add_rms_norm
 from xtrain.passes.normalise import normalise
 from xtrain.passes.remove_noop_views import remove_noop_views
 from xtrain.passes.split_gradient_sums import split_gradient_sums
-from xtrain.passes.use_triton_geglu import use_triton_geglu
-from xtrain.passes.use_triton_linear_cross_entropy import use_triton_linear_cross_entropy
-from xtrain.passes.use_triton_rms_norm import use_triton_rms_norm
-from xtrain.passes.use_triton_rope import use_triton_rope
-from xtrain.passes.use_triton_sdpa import use_triton_sdpa
-from xtrain.passes.use_triton_swiglu import use_triton_swiglu
 
 log = logging.getLogger("xtrain.passes")
 
-_SWAPS: tuple[Callable[..., passes.PassResult], ...] = (
-    use_triton_rms_norm,
-    use_triton_rope,
-    use_triton_swiglu,
-    use_triton_geglu,
-    use_triton_sdpa,
-    use_triton_linear_cross_entropy,
-    fuse_dropout_add_rms_norm,
+_SWAPS: tuple[Callable[..., passes.PassResult], ...] = tuple(
+    getattr(import_module(f"xtrain.passes.{name}"), name) for name in passes.SWAPS
 )
 
 
@@ -47,7 +36,7 @@ def passes_of_normalised_graph(session: Session) -> list[passes.Pass]:
     entries = [passes.Pass(passes.NORMALISE, normalise, normalise, stage="normalised")]
     for swap in _SWAPS:
         keywords = {"kernels": options.kernels, "backend": options.backend}
-        if swap is use_triton_linear_cross_entropy:
+        if "logits" in inspect.signature(swap).parameters:
             keywords["logits"] = options.logits
         run = functools.partial(swap, **keywords)
         options_of_swap = tuple(keywords.items())

@@ -35,10 +35,9 @@ from xtrain.passes.runner import Pass, PassError, cache_key, run_passes
 
 INSERT_RESIDUAL_DROPOUT = "insert_residual_dropout"
 NORMALISE = "normalise"
-# Names in running order; each stands where it does for the reason in this module's docstring.
-PASSES: tuple[str, ...] = (
-    INSERT_RESIDUAL_DROPOUT,
-    NORMALISE,
+# In running order; each stands where it does for the reason in this module's docstring. File and
+# function of a pass have its name: xtrain.compiler finds them by it.
+SWAPS: tuple[str, ...] = (
     "use_triton_rms_norm",
     "use_triton_rope",
     "use_triton_swiglu",
@@ -46,6 +45,11 @@ PASSES: tuple[str, ...] = (
     "use_triton_sdpa",
     "use_triton_linear_cross_entropy",
     "fuse_dropout_add_rms_norm",
+)
+PASSES: tuple[str, ...] = (
+    INSERT_RESIDUAL_DROPOUT,
+    NORMALISE,
+    *SWAPS,
     "remove_noop_views",
     "split_gradient_sums",
 )
@@ -56,6 +60,7 @@ _registered: dict[str, tuple[UserPass, str | None]] = {}
 
 __all__ = [
     "PASSES",
+    "SWAPS",
     "Pass",
     "PassError",
     "PassResult",

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from xtrain.ops.cross_entropy.op import Options
 from xtrain.ops.launch.launching import launch
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -180,11 +181,8 @@ def cross_entropy_rows(
     scale: Tensor,
     losses: Tensor | None,
     lse: Tensor,
+    options: Options,
     *,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
     padded: bool = False,
 ) -> None:
     """Write losses and lse, or read lse where losses is None; write grad unless it is None.
@@ -212,10 +210,10 @@ def cross_entropy_rows(
         out.stride(0),
         n_cols,
         triton.cdiv(n_cols, 16) * 16 if padded else n_cols,
-        ignore_index,
-        LABEL_SMOOTHING=label_smoothing,
-        Z_LOSS=z_loss,
-        SOFTCAP=softcap,
+        options.ignore_index,
+        LABEL_SMOOTHING=options.label_smoothing,
+        Z_LOSS=options.z_loss,
+        SOFTCAP=options.softcap,
         HAS_LSE=losses is None,
         WRITE_GRAD=grad is not None,
         COMPUTE_DTYPE=tl.float64 if logits.dtype == torch.float64 else tl.float32,

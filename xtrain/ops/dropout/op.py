@@ -27,19 +27,15 @@ from xtrain.ops import core
 from xtrain.ops.core import compute_dtype
 from xtrain.ops.shared import cpu
 from xtrain.ops.shared.layout import in_rows
-from xtrain.ops.shared.splitmix64 import (
-    GAMMA_INT64,
-    counter_key,
-    mix_top_bits,
-    shift_right,
-    splitmix64,
-)
-from xtrain.rng import to_signed
+from xtrain.rng import GAMMA, MUL1, MUL2, to_signed
 
 INT64_MAX = (1 << 63) - 1
 INT64_MIN = -(1 << 63)
 MAX_COLS = 8192  # of kernels of whole rows: a thread then holds 16 elements of each tensor
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+GAMMA_INT64 = to_signed(GAMMA)
+MUL1_INT64 = to_signed(MUL1)
+MUL2_INT64 = to_signed(MUL2)
 
 
 def dropout_reference(x: Tensor, p: float, seed: int | Tensor, offset: int | Tensor = 0) -> Tensor:
@@ -105,6 +101,44 @@ def as_int64_scalar(name: str, value: int | Tensor, device: torch.device) -> Ten
     if not INT64_MIN <= value <= INT64_MAX:
         value = to_signed(value)
     return torch.full((), value, dtype=torch.int64, device=device)
+
+
+# --- splitmix64 in int64 arithmetic: the answer key for every random kernel ----------------------
+#
+#   z = key + GAMMA;  z = (z ^ z >> 30) * MUL1;  z = (z ^ z >> 27) * MUL2;  h = z ^ z >> 31
+#
+# int64 tensors hold the 64 bits: addition and multiplication wrap mod 2^64 whatever the sign; a
+# logical right shift is an arithmetic one and a mask that clears the copies of the sign bit.
+
+
+def shift_right(x: Tensor, bits: int) -> Tensor:
+    """Return the logical right shift of an int64 tensor's 64 bits by 1 to 63 places."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def mix_top_bits(key: Tensor) -> Tensor:
+    """Return splitmix64(key) but for its last step, z ^ z >> 31: the top 31 bits are right."""
+    z = key + GAMMA_INT64
+    z = (z ^ shift_right(z, 30)) * MUL1_INT64
+    return (z ^ shift_right(z, 27)) * MUL2_INT64
+
+
+def splitmix64(key: Tensor) -> Tensor:
+    """Return the published SplitMix64 output for each state in an int64 tensor.
+
+    Shapes:   key (...), int64, the bits of an unsigned state; result alike.
+    Source:   Steele, Lea, Flood 2014.
+    """
+    z = mix_top_bits(key)
+    return z ^ shift_right(z, 31)
+
+
+def counter_key(seed: Tensor, index: Tensor) -> Tensor:
+    """Return seed ^ (index * GAMMA) mod 2^64: the state element `index` draws its bits from."""
+    return seed ^ (index * GAMMA_INT64)
+
+
+# --- The op --------------------------------------------------------------------------------------
 
 
 def dropout_decomposition(x: Tensor, p: float, seed: Tensor, offset: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,6 +52,25 @@ Dtype = torch.dtype
 KERNEL_GRADS = 3  # as many gradients of y as the backward kernel adds up
 
 
+class Options(NamedTuple):
+    """What forward and backward are told beside their tensors, in the order of both schemas."""
+
+    p: float
+    seed: Tensor
+    offset: Tensor
+    eps: float
+    cast: str
+
+    def dropped(self, x: Tensor) -> Tensor:
+        """Return x dropped out as inductor fuses it; as it is where nothing is to be dropped."""
+        return dropout_decomposition(x, *self[:3]) if self.p > 0 else x
+
+    def of_kernels(self) -> tuple[int, float, Tensor, Tensor, float, bool]:
+        """Return what both launchers take of these."""
+        random = threshold_of(self.p), scale_of(self.p), self.seed, self.offset
+        return *random, self.eps, self.cast == "llama"
+
+
 def dropout_add_rms_norm_reference(
     x: Tensor,
     residual: Tensor,
@@ -73,17 +92,12 @@ def dropout_add_rms_norm_decomposition(
     x: Tensor,
     residual: Tensor,
     weight: Tensor,
-    p: float,
-    seed: Tensor,
-    offset: Tensor,
-    eps: float,
-    cast: str,
+    options: Options,
     y_dtype: Dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (h, y) as inductor fuses them: one pass over the rows."""
-    branch = dropout_decomposition(x, p, seed, offset) if p > 0 else x.contiguous()
-    h = residual.contiguous() + branch
-    return h, rms_norm_decomposition(h, weight, eps, cast, y_dtype)
+    h = residual.contiguous() + options.dropped(x).contiguous()
+    return h, rms_norm_decomposition(h, weight, options.eps, options.cast, y_dtype)
 
 
 def dropout_add_rms_norm_backward_decomposition(
@@ -91,11 +105,7 @@ def dropout_add_rms_norm_backward_decomposition(
     weight: Tensor,
     grad_h: Tensor | None,
     grad_y: list[Tensor],
-    p: float,
-    seed: Tensor,
-    offset: Tensor,
-    eps: float,
-    cast: str,
+    options: Options,
     x_dtype: Dtype,
     residual_dtype: Dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -107,7 +117,7 @@ def dropout_add_rms_norm_backward_decomposition(
     c = compute_dtype(torch.promote_types(h.dtype, weight.dtype))
     if grad_y:
         total = functools.reduce(torch.add, [g.contiguous().to(c) for g in grad_y])
-        grad, grad_weight = gradients(total, h, weight, eps, cast)
+        grad, grad_weight = gradients(total, h, weight, options.eps, options.cast)
         if grad_h is not None:
             grad = grad_h.contiguous().to(c) + grad
     else:
@@ -116,11 +126,10 @@ def dropout_add_rms_norm_backward_decomposition(
         grad_weight = torch.zeros(weight.shape, dtype=c, device=h.device)
         grad = grad.contiguous()
     grad_residual = grad.to(residual_dtype)
-    if shares_gradient(p, x_dtype, residual_dtype):
+    if shares_gradient(options.p, x_dtype, residual_dtype):
         grad_x = torch.empty(0, dtype=x_dtype, device=h.device)
     else:
-        grad_x = dropout_decomposition(grad, p, seed, offset) if p > 0 else grad
-        grad_x = grad_x.to(x_dtype)
+        grad_x = options.dropped(grad).to(x_dtype)
     return grad_x, grad_residual, grad_weight.to(weight.dtype)
 
 
@@ -149,32 +158,12 @@ def check_inputs(
     raise torch_compat.argument_error(f"dropout_add_rms_norm: {message}")
 
 
-def supports(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    p: float,
-    seed: int | Tensor,
-    offset: int | Tensor = 0,
-    eps: float = 1e-6,
-    *,
-    cast: str = "llama",
-) -> str | None:
+def supports(x: Tensor, residual: Tensor, weight: Tensor, *_: Any, **__: Any) -> str | None:
     """Return why the Triton kernel cannot take these inputs, or None when it can."""
     return row_kernel_refuses(x=x, residual=residual, weight=weight)
 
 
-def prefers_kernel(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    p: float,
-    seed: int | Tensor,
-    offset: int | Tensor = 0,
-    eps: float = 1e-6,
-    *,
-    cast: str = "llama",
-) -> bool:
+def prefers_kernel(x: Tensor, residual: Tensor, weight: Tensor, *_: Any, **__: Any) -> bool:
     """Return whether, under inductor, the kernel is the faster form."""
     return prefers_row_kernel(x, residual, weight)
 
@@ -188,19 +177,26 @@ def _dtypes(
     return h_dtype, rounds_to, y_dtype or rounds_to
 
 
+def _forward_arguments(
+    x: Tensor, residual: Tensor, weight: Tensor, *rest: Any, y_dtype: Dtype | None = None
+) -> Any:
+    return x, residual, weight, Options(*rest[:5]), *(rest[5:] or (y_dtype,))
+
+
+def _backward_arguments(h: Tensor, weight: Tensor, *rest: Any) -> Any:
+    grad_h, grad_y, *options = rest[:-2]
+    return h, weight, grad_h, grad_y, Options(*options), *rest[-2:]
+
+
 def _fake(
     x: Tensor,
     residual: Tensor,
     weight: Tensor,
-    p: float,
-    seed: Tensor,
-    offset: Tensor,
-    eps: float,
-    cast: str,
+    options: Options,
     y_dtype: Dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    check_inputs(x, residual, weight, p, eps, cast)
-    h_dtype, _, out_dtype = _dtypes(x, residual, weight, cast, y_dtype)
+    check_inputs(x, residual, weight, options.p, options.eps, options.cast)
+    h_dtype, _, out_dtype = _dtypes(x, residual, weight, options.cast, y_dtype)
     return (
         torch.empty(x.shape, dtype=h_dtype, device=x.device),
         torch.empty(x.shape, dtype=out_dtype, device=x.device),
@@ -211,40 +207,31 @@ def _cpu(
     x: Tensor,
     residual: Tensor,
     weight: Tensor,
-    p: float,
-    seed: Tensor,
-    offset: Tensor,
-    eps: float,
-    cast: str,
+    options: Options,
     y_dtype: Dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    check_inputs(x, residual, weight, p, eps, cast)
-    branch = dropout_on_cpu(x, p, seed, offset) if p > 0 else x
+    check_inputs(x, residual, weight, options.p, options.eps, options.cast)
+    branch = dropout_on_cpu(x, *options[:3]) if options.p > 0 else x
     h = contiguous(residual) + contiguous(branch)
-    return h, rms_norm_decomposition(h, weight, eps, cast, y_dtype)
+    return h, rms_norm_decomposition(h, weight, options.eps, options.cast, y_dtype)
 
 
 def _cuda(
     x: Tensor,
     residual: Tensor,
     weight: Tensor,
-    p: float,
-    seed: Tensor,
-    offset: Tensor,
-    eps: float,
-    cast: str,
+    options: Options,
     y_dtype: Dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    check_inputs(x, residual, weight, p, eps, cast)
-    _, rounds_to, out_dtype = _dtypes(x, residual, weight, cast, y_dtype)
+    check_inputs(x, residual, weight, options.p, options.eps, options.cast)
+    _, rounds_to, out_dtype = _dtypes(x, residual, weight, options.cast, y_dtype)
     refused = row_kernel_refuses(x=x, residual=residual, weight=weight)
     if x.numel() == 0 or out_dtype not in KERNEL_DTYPES or refused is not None:
         dense = contiguous(x), contiguous(residual), weight
-        return dropout_add_rms_norm_decomposition(*dense, p, seed, offset, eps, cast, y_dtype)
+        return dropout_add_rms_norm_decomposition(*dense, options, y_dtype)
     rows = in_rows(x, residual)
-    random = threshold_of(p), scale_of(p), seed, offset
     launch = import_module("xtrain.ops.dropout_add_rms_norm.kernel").dropout_add_rms_norm_fwd
-    return launch(*rows, weight.contiguous(), *random, eps, cast == "llama", rounds_to, out_dtype)
+    return launch(*rows, weight.contiguous(), *options.of_kernels(), rounds_to, out_dtype)
 
 
 def _backward_fake(
@@ -252,15 +239,11 @@ def _backward_fake(
     weight: Tensor,
     grad_h: Tensor | None,
     grad_y: list[Tensor],
-    p: float,
-    seed: Tensor,
-    offset: Tensor,
-    eps: float,
-    cast: str,
+    options: Options,
     x_dtype: Dtype,
     residual_dtype: Dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    of_x = (0,) if shares_gradient(p, x_dtype, residual_dtype) else h.shape
+    of_x = (0,) if shares_gradient(options.p, x_dtype, residual_dtype) else h.shape
     return (
         torch.empty(of_x, dtype=x_dtype, device=h.device),
         torch.empty(h.shape, dtype=residual_dtype, device=h.device),
@@ -283,34 +266,29 @@ def _backward_cuda(
     weight: Tensor,
     grad_h: Tensor | None,
     grad_y: list[Tensor],
-    p: float,
-    seed: Tensor,
-    offset: Tensor,
-    eps: float,
-    cast: str,
+    options: Options,
     x_dtype: Dtype,
     residual_dtype: Dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
     given = {"h": h, "weight": weight} | {f"grad_y[{i}]": g for i, g in enumerate(grad_y)}
     refused = row_kernel_refuses(**given, **({} if grad_h is None else {"grad_h": grad_h}))
     if h.numel() == 0 or not grad_y or refused is not None:
-        rest = p, seed, offset, eps, cast, x_dtype, residual_dtype
-        return _backward_eager(h, weight, grad_h, grad_y, *rest)
+        return _backward_eager(h, weight, grad_h, grad_y, options, x_dtype, residual_dtype)
     if len(grad_y) > KERNEL_GRADS:
         rest_of_them = [grad.float() for grad in grad_y[KERNEL_GRADS - 1 :]]
         grad_y = [*grad_y[: KERNEL_GRADS - 1], functools.reduce(torch.add, rest_of_them)]
     grads = [grad.contiguous() for grad in grad_y]
-    random = threshold_of(p), scale_of(p), seed, offset
     launch = import_module("xtrain.ops.dropout_add_rms_norm.kernel").dropout_add_rms_norm_bwd
     grad_h = None if grad_h is None else grad_h.contiguous()
     dense = h.contiguous(), weight.contiguous()
-    return launch(grad_h, grads, *dense, *random, eps, cast == "llama", x_dtype, residual_dtype)
+    return launch(grad_h, grads, *dense, *options.of_kernels(), x_dtype, residual_dtype)
 
 
 FORWARD = core.define_op(
     "dropout_add_rms_norm(Tensor x, Tensor residual, Tensor weight, float p, Tensor seed, "
     "Tensor offset, float eps, str cast, ScalarType? y_dtype=None, bool opaque=False) "
     "-> (Tensor, Tensor)",
+    arguments=_forward_arguments,
     fake=_fake,
     decomposition=dropout_add_rms_norm_decomposition,
     cpu=_cpu,
@@ -323,6 +301,7 @@ BACKWARD = core.define_op(
     "dropout_add_rms_norm_backward(Tensor h, Tensor weight, Tensor? grad_h, Tensor[] grad_y, "
     "float p, Tensor seed, Tensor offset, float eps, str cast, ScalarType x_dtype, "
     "ScalarType residual_dtype, bool opaque=False) -> (Tensor, Tensor, Tensor)",
+    arguments=_backward_arguments,
     fake=_backward_fake,
     decomposition=dropout_add_rms_norm_backward_decomposition,
     cpu=_backward_eager,

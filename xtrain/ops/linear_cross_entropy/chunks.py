@@ -13,20 +13,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from xtrain import torch_compat
 from xtrain.ops.core import compute_dtype
-from xtrain.ops.cross_entropy.decomposition import (
+from xtrain.ops.cross_entropy.op import (
+    KERNEL_DTYPES,
+    Options,
     factor_of_losses,
     grad_logits_into,
     reduce_losses,
+    silent_rows,
     token_losses_into,
     weights_in_loss,
 )
-from xtrain.ops.cross_entropy.op import KERNEL_DTYPES
 
 # On the CPU: 32 MiB of fp32 logits, enough rows for a product to be worth reading the weight.
 CPU_CHUNK_ELEMENTS = 1 << 23
@@ -35,14 +38,25 @@ LEAN_BYTES = 203 << 20
 UNIT = 256  # tokens: the height of two tiles of a product
 
 
-@dataclass(frozen=True)
-class Options:
-    """What the loss of a token depends on besides its logits and its target."""
+class Saved(NamedTuple):
+    """What the forward leaves to the backward, in the order of the backward's schema.
 
-    ignore_index: int
-    label_smoothing: float
-    z_loss: float
-    softcap: float | None
+    hidden, weight: None where the forward made the gradients, which are [0] where it did not.
+    """
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    targets: Tensor
+    token_weights: Tensor | None
+    lse: Tensor
+    factor: Tensor
+    grad_hidden: Tensor
+    grad_weight: Tensor
+
+    def scale(self, grad_loss: Tensor, options: Options) -> Tensor:
+        """Return the gradient of each token's loss."""
+        weights = weights_in_loss(self.targets, self.token_weights, options, self.lse.dtype)
+        return grad_loss.to(self.lse.dtype) * self.factor * weights
 
 
 @dataclass
@@ -162,7 +176,7 @@ def forward_eager(
     """Return (loss, lse, factor, grad_hidden, grad_weight), the last two [0] where not wanted."""
     c = compute_dtype(hidden.dtype)
     held = held_dtype(hidden.dtype)
-    weights = weights_in_loss(targets, token_weights, options.ignore_index, c)
+    weights = weights_in_loss(targets, token_weights, options, c)
     factor = factor_of_losses(weights, reduction)
     losses = torch.empty(targets.shape, dtype=c, device=targets.device)
     lse = torch.empty_like(losses)
@@ -179,19 +193,15 @@ def backward_eager(
     grad_loss: Tensor,
     hidden: Tensor,
     weight: Tensor,
-    targets: Tensor,
-    token_weights: Tensor | None,
-    lse: Tensor,
-    factor: Tensor,
+    saved: Saved,
     options: Options,
     needs_grad: tuple[bool, bool],
     accumulate_wide: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return (grad_hidden, grad_weight) by computing the logits again."""
-    weights = weights_in_loss(targets, token_weights, options.ignore_index, lse.dtype)
-    scale = grad_loss.to(lse.dtype) * factor * weights
+    scale = saved.scale(grad_loss, options)
     grads = new_gradients(hidden, weight, needs_grad, accumulate_wide)
-    walk(hidden, weight, targets, scale, None, lse, grads, options)
+    walk(hidden, weight, saved.targets, scale, None, saved.lse, grads, options)
     return rounded(grads, hidden, hidden.dtype)
 
 
@@ -340,10 +350,7 @@ def rows_by_kernel(
         scale,
         losses,
         lse,
-        ignore_index=options.ignore_index,
-        label_smoothing=options.label_smoothing,
-        z_loss=options.z_loss,
-        softcap=options.softcap,
+        options,
         padded=True,
     )
 
@@ -358,21 +365,21 @@ def rows_by_torch(
     options: Options,
 ) -> None:
     """Do the same in torch operations."""
-    plain = (options.ignore_index, options.label_smoothing, options.z_loss)
     y = logits if options.softcap is None else capped(logits.to(lse.dtype), options.softcap)
+    silent = silent_rows(targets, scale, options)
     if losses is not None:
-        token_losses_into(losses, lse, y, targets, *plain)
+        token_losses_into(losses, lse, y, targets, options)
         for result in (losses, lse):  # of tokens that count for nothing
-            result.masked_fill_(silent_rows(targets, scale, options.ignore_index).squeeze(-1), 0.0)
+            result.masked_fill_(silent.squeeze(-1), 0.0)
     if not wants_grad:
         return
     if options.softcap is None:
-        grad_logits_into(logits, y, targets, scale, lse, *plain)
+        grad_logits_into(logits, y, targets, scale, lse, options)
         return
     grad = torch.empty_like(y)
-    grad_logits_into(grad, y, targets, scale, lse, *plain)
+    grad_logits_into(grad, y, targets, scale, lse, options)
     grad *= cap_derivative(y, options.softcap)
-    logits.copy_(grad.masked_fill_(silent_rows(targets, scale, options.ignore_index), 0.0))
+    logits.copy_(grad.masked_fill_(silent, 0.0))
 
 
 def capped(x: Tensor, softcap: float) -> Tensor:
@@ -383,8 +390,3 @@ def capped(x: Tensor, softcap: float) -> Tensor:
 def cap_derivative(y: Tensor, softcap: float) -> Tensor:
     """Return the derivative of `capped`, given its result."""
     return 1.0 - (y / softcap) ** 2
-
-
-def silent_rows(targets: Tensor, scale: Tensor, ignore_index: int) -> Tensor:
-    """Return [..., 1]: True for tokens whose logits get no gradient, whatever they hold."""
-    return ((targets == ignore_index) | (scale == 0)).unsqueeze(-1)

@@ -16,7 +16,6 @@ Letters: V vocabulary, D model dim; "..." the tokens, of any number of dimension
 
 from __future__ import annotations
 
-import math
 from importlib import import_module
 from typing import Any
 
@@ -26,23 +25,31 @@ from torch import Tensor
 from xtrain import torch_compat
 from xtrain.ops import core
 from xtrain.ops.core import compute_dtype
-from xtrain.ops.cross_entropy.op import check_options, check_range, cross_entropy_reference
-from xtrain.ops.linear_cross_entropy.chunks import (
+from xtrain.ops.cross_entropy.op import (
     Options,
+    check_options,
+    check_range,
+    cross_entropy_reference,
+    factor_of_losses,
+    grad_logits,
+    reduce_losses,
+    silent_rows,
+    token_losses,
+    weights_in_loss,
+)
+from xtrain.ops.linear_cross_entropy.chunks import (
+    Saved,
     backward_eager,
+    cap_derivative,
     capped,
+    chunk_rows,
     forward_eager,
     held_dtype,
     why_no_kernel,
 )
-from xtrain.ops.linear_cross_entropy.decomposition import (
-    backward_decomposition,
-    forward_decomposition,
-    scaled,
-    upstream_of,
-)
 
 ACCUMULATIONS = ("fp32", "same")
+MAX_CHUNKS = 16  # of the tokens where inductor sees through the op
 
 
 def linear_cross_entropy_reference(
@@ -50,121 +57,251 @@ def linear_cross_entropy_reference(
     weight: Tensor,
     targets: Tensor,
     *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    token_weights: Tensor | None = None,
-    reduction: str = "mean",
-    softcap: float | None = None,
     weight_grad_accumulation: str = "fp32",
+    **options: Any,
 ) -> Tensor:
-    """Return the loss from whole logits in c; differentiable."""
+    """Return the loss from whole logits in c; differentiable. options: as the public function."""
     c = compute_dtype(hidden.dtype)
-    logits = hidden.to(c) @ weight.to(c).t()
-    return cross_entropy_reference(
-        logits if softcap is None else capped(logits, softcap),
-        targets,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        token_weights=token_weights,
-        reduction=reduction,
+    return cross_entropy_reference(hidden.to(c) @ weight.to(c).t(), targets, **options)
+
+
+# --- The form that inductor can see through ------------------------------------------------------
+#
+# Public calls keep the op opaque, whose kernels reuse one buffer of logits. Seen through, the
+# tokens are cut into at most MAX_CHUNKS pieces, each with logits of its own; where their number is
+# a symbol there is one piece. The backward of a gradient that the forward made is one
+# multiplication, which inductor fuses with what comes next.
+
+
+def forward_decomposition(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    token_weights: Tensor | None,
+    options: Options,
+    reduction: str,
+    needs_grad: tuple[bool, bool],
+    wide: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return (loss, lse, factor, grad_hidden, grad_weight) as the op does."""
+    c, held = compute_dtype(hidden.dtype), held_dtype(hidden.dtype)
+    weights = weights_in_loss(targets, token_weights, options, c)
+    factor = factor_of_losses(weights, reduction)
+    parts = [
+        _token_losses(x, t, s, options) for _, x, t, s in _chunks(hidden, weight, targets, weights)
+    ]
+    losses = _joined([part[0] for part in parts]).view(targets.shape)
+    lse = _joined([part[1] for part in parts]).view(targets.shape)
+    scale = weights * factor if held == hidden.dtype else weights
+    grads = _gradients(hidden, weight, targets, scale, lse, options, needs_grad, wide, held)
+    return reduce_losses(losses, weights, factor, reduction), lse, factor, *grads
+
+
+def backward_decomposition(
+    grad_loss: Tensor,
+    saved: Saved,
+    options: Options,
+    needs_grad: tuple[bool, bool],
+    wide: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Return (grad_hidden, grad_weight) as the op does."""
+    hidden, weight, targets, _, lse, factor, *made = saved
+    if hidden is None or weight is None:
+        upstream = upstream_of(grad_loss, factor, dtype)
+        grads = zip(made, needs_grad, strict=True)
+        first, second = (
+            scaled(grad, upstream, dtype) if wanted else grad.new_empty(0, dtype=dtype)
+            for grad, wanted in grads
+        )
+        return first, second
+    scale = saved.scale(grad_loss, options)
+    return _gradients(hidden, weight, targets, scale, lse, options, needs_grad, wide, dtype)
+
+
+def upstream_of(grad_loss: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what gradients that the forward made for inputs of dtype are multiplied by."""
+    upstream = grad_loss.to(factor.dtype)
+    return upstream if held_dtype(dtype) == dtype else upstream * factor
+
+
+def scaled(held: Tensor, upstream: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return held * upstream, formed in c and rounded once to dtype."""
+    return (held.to(upstream.dtype) * upstream).to(dtype)
+
+
+Chunk = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def _chunks(hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor) -> list[Chunk]:
+    """Return (hidden [n, D], logits [n, V], targets [n], scale [n]) of each piece."""
+    V, D = weight.shape
+    hidden = hidden.flatten(0, -2)
+    n = hidden.shape[0]
+    step = n
+    if isinstance(n, int):
+        rows = chunk_rows(V, D, weight.element_size(), weight.device.type, wide=True)
+        step = max(rows, -(-n // MAX_CHUNKS))
+    starts = range(0, max(n, 1), step) if isinstance(n, int) else (0,)
+    pieces = []
+    for start in starts:
+        h, t, s = (x[start : start + step] for x in (hidden, targets.view(-1), scale.view(-1)))
+        pieces.append((h, h @ weight.t(), t, s))
+    return pieces
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """Return the parts one after the other; of one, torch.cat would be a copy."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _token_losses(
+    x: Tensor, targets: Tensor, scale: Tensor, options: Options
+) -> tuple[Tensor, Tensor]:
+    """Return (l [n], lse [n]) in c; l is 0 where scale is."""
+    y = x.to(scale.dtype)
+    y = y if options.softcap is None else capped(y, options.softcap)
+    losses, lse = token_losses(y, targets, options)
+    silent = silent_rows(targets, scale, options).squeeze(-1)
+    return torch.where(silent, 0.0, losses), torch.where(silent, 0.0, lse)
+
+
+def _gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    scale: Tensor,
+    lse: Tensor,
+    options: Options,
+    needs_grad: tuple[bool, bool],
+    wide: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Return (grad_hidden, grad_weight) in dtype, [0] where not wanted."""
+    of_hidden, of_weight = [], None
+    if any(needs_grad):
+        lse_parts = lse.view(-1)
+        for h, x, t, s in _chunks(hidden, weight, targets, scale):
+            part, lse_parts = lse_parts[: h.shape[0]], lse_parts[h.shape[0] :]
+            dx = _grad_logits(x, t, s, part, options)
+            if needs_grad[0]:
+                of_hidden.append(_product(dx, weight, dtype))
+            if needs_grad[1]:
+                term = _product(dx.t(), h, scale.dtype if wide else dtype)
+                of_weight = term if of_weight is None else of_weight + term
+    nothing = hidden.new_empty(0, dtype=dtype)
+    return (
+        _joined(of_hidden).view(hidden.shape) if of_hidden else nothing,
+        nothing.clone() if of_weight is None else of_weight.to(dtype),
     )
 
 
-# The ops' options, in this order: ignore_index, label_smoothing, z_loss, softcap; then, forward
-# alone, reduction; then needs_grad_hidden, needs_grad_weight, weight_grad_accumulation.
+def _grad_logits(
+    x: Tensor, targets: Tensor, scale: Tensor, lse: Tensor, options: Options
+) -> Tensor:
+    """Return d loss / d x in x's dtype."""
+    y = x.to(lse.dtype)
+    y = y if options.softcap is None else capped(y, options.softcap)
+    grad = grad_logits(y, targets, scale, lse, options)
+    if options.softcap is not None:
+        grad = grad * cap_derivative(y, options.softcap)
+        grad = torch.where(silent_rows(targets, scale, options), 0.0, grad)
+    return grad.to(x.dtype)
+
+
+def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a @ b in dtype, which may be wider than theirs."""
+    return a @ b if dtype == a.dtype else a.to(dtype) @ b.to(dtype)
+
+
+# --- The op --------------------------------------------------------------------------------------
+
+
+def _forward_arguments(
+    hidden: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor | None, *rest: Any
+) -> Any:
+    *options, reduction, of_hidden, of_weight, accumulation = rest
+    whole = reduction != "none"
+    needs_grad = (whole and of_hidden, whole and of_weight)
+    tensors = (hidden, weight, targets, token_weights)
+    return *tensors, Options(*options), reduction, needs_grad, accumulation == "fp32"
+
+
+def _backward_arguments(grad_loss: Tensor, *args: Any) -> Any:
+    num_saved = len(Saved._fields)
+    *options, of_hidden, of_weight, accumulation, dtype = args[num_saved:]
+    needs_grad = (of_hidden, of_weight)
+    saved = Saved(*args[:num_saved])
+    return grad_loss, saved, Options(*options), needs_grad, accumulation == "fp32", dtype
 
 
 def _fake(
-    hidden: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor | None, *options: Any
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    token_weights: Tensor | None,
+    options: Options,
+    reduction: str,
+    needs_grad: tuple[bool, bool],
+    wide: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    *_, reduction, needs_grad_hidden, needs_grad_weight, _ = options
     c, held = compute_dtype(hidden.dtype), held_dtype(hidden.dtype)
-    whole = reduction != "none"
     return (
-        hidden.new_empty(() if whole else targets.shape, dtype=c),
+        hidden.new_empty(() if reduction != "none" else targets.shape, dtype=c),
         hidden.new_empty(targets.shape, dtype=c),
         hidden.new_empty((), dtype=c),
-        hidden.new_empty(hidden.shape if whole and needs_grad_hidden else (0,), dtype=held),
-        hidden.new_empty(weight.shape if whole and needs_grad_weight else (0,), dtype=held),
+        hidden.new_empty(hidden.shape if needs_grad[0] else (0,), dtype=held),
+        hidden.new_empty(weight.shape if needs_grad[1] else (0,), dtype=held),
     )
 
 
 def _forward(
-    hidden: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor | None, *options: Any
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    token_weights: Tensor | None,
+    options: Options,
+    *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    *loss_options, reduction, needs_grad_hidden, needs_grad_weight, accumulation = options
     if targets.device.type == "cpu":
-        check_range("linear_cross_entropy", targets, loss_options[0], weight.shape[0])
-    whole = reduction != "none"
-    needs_grad = (whole and needs_grad_hidden, whole and needs_grad_weight)
+        check_range("linear_cross_entropy", targets, options, weight.shape[0])
     with torch.autocast(hidden.device.type, enabled=False):
-        return forward_eager(
-            hidden,
-            weight,
-            targets,
-            token_weights,
-            Options(*loss_options),
-            reduction,
-            needs_grad,
-            accumulation == "fp32",
-        )
+        return forward_eager(hidden, weight, targets, token_weights, options, *rest)
 
 
 def _backward_fake(
     grad_loss: Tensor,
-    hidden: Tensor | None,
-    weight: Tensor | None,
-    targets: Tensor,
-    token_weights: Tensor | None,
-    lse: Tensor,
-    factor: Tensor,
-    grad_hidden: Tensor,
-    grad_weight: Tensor,
-    *options: Any,
+    saved: Saved,
+    options: Options,
+    needs_grad: tuple[bool, bool],
+    wide: bool,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    *_, needs_grad_hidden, needs_grad_weight, _, dtype = options
-    like_hidden = grad_hidden if hidden is None else hidden
-    like_weight = grad_weight if weight is None else weight
+    like_hidden = saved.grad_hidden if saved.hidden is None else saved.hidden
+    like_weight = saved.grad_weight if saved.weight is None else saved.weight
     return (
-        lse.new_empty(like_hidden.shape if needs_grad_hidden else (0,), dtype=dtype),
-        lse.new_empty(like_weight.shape if needs_grad_weight else (0,), dtype=dtype),
+        saved.lse.new_empty(like_hidden.shape if needs_grad[0] else (0,), dtype=dtype),
+        saved.lse.new_empty(like_weight.shape if needs_grad[1] else (0,), dtype=dtype),
     )
 
 
 def _backward_kernel(
     grad_loss: Tensor,
-    hidden: Tensor | None,
-    weight: Tensor | None,
-    targets: Tensor,
-    token_weights: Tensor | None,
-    lse: Tensor,
-    factor: Tensor,
-    grad_hidden: Tensor,
-    grad_weight: Tensor,
-    *options: Any,
+    saved: Saved,
+    options: Options,
+    needs_grad: tuple[bool, bool],
+    wide: bool,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    *loss_options, needs_grad_hidden, needs_grad_weight, accumulation, dtype = options
+    hidden, weight = saved.hidden, saved.weight
     if hidden is None or weight is None:
-        upstream = upstream_of(grad_loss, factor, dtype)
+        upstream = upstream_of(grad_loss, saved.factor, dtype)
         return (
-            _scaled(grad_hidden, upstream, needs_grad_hidden, dtype),
-            _scaled(grad_weight, upstream, needs_grad_weight, dtype),
+            _scaled(saved.grad_hidden, upstream, needs_grad[0], dtype),
+            _scaled(saved.grad_weight, upstream, needs_grad[1], dtype),
         )
     with torch.autocast(hidden.device.type, enabled=False):
-        return backward_eager(
-            grad_loss,
-            hidden,
-            weight,
-            targets,
-            token_weights,
-            lse,
-            factor,
-            Options(*loss_options),
-            (needs_grad_hidden, needs_grad_weight),
-            accumulation == "fp32",
-        )
+        return backward_eager(grad_loss, hidden, weight, saved, options, needs_grad, wide)
 
 
 def _scaled(held: Tensor, upstream: Tensor, wanted: bool, dtype: torch.dtype) -> Tensor:
@@ -185,6 +322,7 @@ FORWARD = core.define_op(
     + "str reduction, "
     + _GRADIENTS
     + "bool opaque=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    arguments=_forward_arguments,
     fake=_fake,
     decomposition=forward_decomposition,
     cpu=_forward,
@@ -197,6 +335,7 @@ BACKWARD = core.define_op(
     + _OPTIONS
     + _GRADIENTS
     + "ScalarType dtype, bool opaque=False) -> (Tensor, Tensor)",
+    arguments=_backward_arguments,
     fake=_backward_fake,
     decomposition=backward_decomposition,
     cpu=_backward_kernel,
@@ -297,11 +436,16 @@ def linear_cross_entropy(
               Wijmans et al. 2024. Soft-cap: Gemma 2, 2024. Otherwise as `cross_entropy`.
     """
     hidden, weight = _as_linear_casts(hidden), _as_linear_casts(weight)
-    loss_options = (label_smoothing, z_loss, token_weights, reduction)
-    check_inputs(hidden, weight, targets, *loss_options, softcap, weight_grad_accumulation)
+    options = Options(ignore_index, label_smoothing, z_loss, softcap)
+    check_inputs(hidden, weight, targets, token_weights, options, reduction)
+    if weight_grad_accumulation not in ACCUMULATIONS:
+        raise ValueError(
+            f"linear_cross_entropy: weight_grad_accumulation must be one of {ACCUMULATIONS}, got "
+            f"{weight_grad_accumulation!r}"
+        )
     wants_grad = torch.is_grad_enabled() and reduction != "none"
     last = (
-        *(ignore_index, label_smoothing, z_loss, softcap, reduction),
+        *(*options, reduction),
         *(wants_grad and hidden.requires_grad, wants_grad and weight.requires_grad),
         weight_grad_accumulation,
         core.opaque(prefers_kernel, hidden, weight, targets),
@@ -325,12 +469,9 @@ def check_inputs(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    label_smoothing: float,
-    z_loss: float,
     token_weights: Tensor | None,
+    options: Options,
     reduction: str,
-    softcap: float | None,
-    weight_grad_accumulation: str,
 ) -> None:
     """Raise ValueError, with the values, for what `linear_cross_entropy` cannot compute."""
     name = "linear_cross_entropy"
@@ -349,19 +490,12 @@ def check_inputs(
             f"{name}: hidden, weight and targets must be on one device, got {hidden.device}, "
             f"{weight.device} and {targets.device}"
         )
-    check_options(name, targets, label_smoothing, z_loss, token_weights, reduction)
+    check_options(name, targets, token_weights, options, reduction)
     if hidden.shape[:-1] != targets.shape or weight.shape[0] == 0:
         raise ValueError(
             f"{name}: hidden must be targets' shape and a last dimension D, weight at least one "
             f"class, got {tuple(hidden.shape)}, targets {tuple(targets.shape)} and weight "
             f"{tuple(weight.shape)}"
-        )
-    if softcap is not None and not 0.0 < softcap < math.inf:
-        raise ValueError(f"{name}: softcap must be finite and positive, or None, got {softcap}")
-    if weight_grad_accumulation not in ACCUMULATIONS:
-        raise ValueError(
-            f"{name}: weight_grad_accumulation must be one of {ACCUMULATIONS}, got "
-            f"{weight_grad_accumulation!r}"
         )
 
 

@@ -1,8 +1,8 @@
 """splitmix64 for Triton kernels: the device functions that every random kernel shares.
 
 Counter and key layout: element i (64-bit, flat and logical, offset included) of a tensor draws from
-the state key(i) = seed ^ (i * GAMMA) mod 2^64, the same as splitmix64.py beside this file; a kernel
-may form i * GAMMA by additions. Nothing of the launch (block size, program, warp) enters.
+the state key(i) = seed ^ (i * GAMMA) mod 2^64, the same as in dropout/op.py; a kernel may form
+i * GAMMA by additions. Nothing of the launch (block size, program, warp) enters.
 
 Cost: integer arithmetic is what dropout waits for, and of it the pipe that does all but
 multiplications. So only the high word of the result is formed, which holds the 24 bits that decide
