@@ -17,9 +17,17 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor import compile_fx, config, ir
 
 import xtrain
+from xtrain.passes.forms import Forms
 
 V = 97
 SIZES = dict(vocab_size=V, bos_token_id=0, eos_token_id=0, pad_token_id=0)
+GROUPED = dict(
+    hidden_size=32,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=64,
+)
 MODELS = {
     # [B, T, 3, N, H]
     "gpt2": transformers.GPT2Config(n_embd=32, n_layer=1, n_head=4, attn_pdrop=0.0, **SIZES),
@@ -28,14 +36,7 @@ MODELS = {
         hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64, **SIZES
     ),
     # q, k and v one after the other, k and v with fewer heads
-    "phi3": transformers.Phi3Config(
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=64,
-        **SIZES,
-    ),
+    "phi3": transformers.Phi3Config(**GROUPED, **SIZES),
     # [B, T, M, N / M + 2, H]
     "falcon": transformers.FalconConfig(
         hidden_size=32,
@@ -56,6 +57,12 @@ MODELS = {
         attention_dropout=0.0,
         **SIZES,
     ),
+    # three projections, fewer heads of keys and values
+    "llama": transformers.LlamaConfig(**GROUPED, **SIZES),
+    # the same, queries and keys normed as [B, T, N, H]
+    "qwen3": transformers.Qwen3Config(head_dim=8, **GROUPED, **SIZES),
+    # the same, normed as [B, N, T, H]: a transposed view
+    "gemma3": transformers.Gemma3TextConfig(head_dim=8, **GROUPED, **SIZES),
 }
 
 
@@ -91,36 +98,45 @@ def copies(step) -> list[tuple[str, bool]]:
     return found
 
 
-def assert_no_more_copies(model, run, *, swapped, concatenations=True) -> None:
-    """run: model -> loss; swapped: how many calls of attention the passes are to take."""
-    plain = copies(lambda: run(torch.compile(model)).backward())
+def assert_no_more_copies(plain, model, run, *, swapped) -> None:
+    """plain: copies of torch.compile; run: model -> loss; swapped: how many calls of attention."""
     ours = xtrain.compile(model, dropout=0.1, seed=1, existing="replace")
     found = copies(lambda: run(ours).backward())
     assert swapped == sum(
         r.num_replaced for r in ours.report().passes if r.name == "use_triton_sdpa"
     )
-    for into_part in (False, True) if concatenations else (False,):
+    for into_part in (False, True):
         few, many = ([what for what, part in x if part <= into_part] for x in (plain, found))
         assert len(many) <= len(few), "\n".join(["plain:", *few, "ours:", *many])
 
 
+def transformers_model(name):
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(MODELS[name]).train()
+
+
+def loss(model):
+    ids = torch.arange(32).view(2, 16)
+    return model(input_ids=ids, labels=ids, use_cache=False).loss
+
+
+@functools.cache
+def copies_of_plain(name) -> list[tuple[str, bool]]:
+    return copies(lambda: loss(torch.compile(transformers_model(name))).backward())
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_model(name):
-    """BLOOM adds a bias to its scores, OPT's graph breaks behind its mask: both keep torch's call.
-
-    GPT-NeoX turns a part of each head. Plain PyTorch adds up the gradients of its parts; our op
-    puts them together, which on a CPU inductor does in memory, before it fills the packed row.
-    """
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(MODELS[name]).train()
-    ids = torch.randint(V, (2, 16))
+    """BLOOM adds a bias to its scores, OPT's graph breaks behind its mask: both keep torch's op."""
     swapped = 0 if name in ("bloom", "opt") else 1
-    assert_no_more_copies(
-        model,
-        lambda m: m(input_ids=ids, labels=ids, use_cache=False).loss,
-        swapped=swapped,
-        concatenations=name != "gpt_neox",
-    )
+    assert_no_more_copies(copies_of_plain(name), transformers_model(name), loss, swapped=swapped)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gpt_neox"])
+def test_transformers_model_as_kernels(name, monkeypatch):
+    """Each op is one call, as on a GPU: what they hand on lies as the next one reads it."""
+    monkeypatch.setattr(Forms, "choose", lambda self, op, *args, **kwargs: (True, "kernel"))
+    test_transformers_model(name)
 
 
 class Layouts(nn.Module):
@@ -169,4 +185,10 @@ class Layouts(nn.Module):
 def test_layouts():
     torch.manual_seed(0)
     x, memory = torch.randn(2, 16, 32), torch.randn(2, 11, 32)
-    assert_no_more_copies(Layouts(), lambda m: m(x, memory).square().sum(), swapped=4)
+    model = Layouts()
+
+    def run(m):
+        return m(x, memory).square().sum()
+
+    plain = copies(lambda: run(torch.compile(model)).backward())
+    assert_no_more_copies(plain, model, run, swapped=4)

@@ -94,6 +94,8 @@ def test_past_2_to_the_31_elements():
     out = dropout(x, 0.1, 5)
     alone = dropout(x[-4:], 0.1, 5, offset=(rows - 4) * cols)
     assert torch.equal(out[-4:], alone)
+    half = dropout(x[:, 2048:], 0.1, 5)
+    assert torch.equal(half[-4:], dropout(x[-4:, 2048:], 0.1, 5, offset=(rows - 4) * 2048))
     assert torch.equal(alone.cpu(), dropout(x[-4:].cpu(), 0.1, 5, offset=(rows - 4) * cols))
 
 

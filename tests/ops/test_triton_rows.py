@@ -271,6 +271,8 @@ def test_past_2_to_the_31_elements():
     weight = torch.randn(cols, dtype=BF16, device="cuda")
     last = x[-4:]
     assert torch.equal(rms_norm(x, weight)[-4:], rms_norm(last, weight))
+    half = weight[2048:]
+    assert torch.equal(rms_norm(x[:, 2048:], half)[-4:], rms_norm(last[:, 2048:], half))
     backward = OPS["rms_norm"].backward
     grad_x, _ = backward(x, x, weight, EPS, "llama")
     assert torch.equal(grad_x[-4:], backward(last, last, weight, EPS, "llama")[0])

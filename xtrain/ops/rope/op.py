@@ -20,6 +20,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from xtrain import torch_compat
@@ -29,6 +30,7 @@ from xtrain.ops.shared.layout import empty_in, inverse, memory_order
 
 LAYOUTS = ("half", "interleaved")
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+Join = Callable[[list[Tensor], Tensor], Tensor]  # (turned parts, x) -> the parts, then x's rest
 
 
 def rope_reference(x: Tensor, cos: Tensor, sin: Tensor, *, layout: str = "half") -> Tensor:
@@ -54,14 +56,18 @@ def rope_qk_reference(
 
 def rope_decomposition(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
     """Return x turned, as inductor fuses it: one read and one write of x."""
+    return _turned(x, cos, sin, layout, _in_place_of_columns)
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, layout: str, join: Join) -> Tensor:
     order = memory_order(x)
     cos, sin = (
         _per_head(table).expand(x.shape[0], -1, -1, -1).permute(order) for table in (cos, sin)
     )
-    return _turn(x.permute(order), cos, sin, layout).permute(inverse(order))
+    return _turn(x.permute(order), cos, sin, layout, join).permute(inverse(order))
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, layout: str, join: Join) -> Tensor:
     """Turn x, whose dims are those of cos and sin up to broadcasting; the result is contiguous."""
     c = compute_dtype(x.dtype)
     cos, sin = cos.to(c), sin.to(c)
@@ -75,9 +81,29 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
         pairs = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1)
         parts = [pairs.flatten(-2).to(x.dtype)]
     if R < x.shape[-1]:
-        parts.append(x[..., R:])
+        return join(parts, x).contiguous()
     # concatenated once: inductor would write an inner result to memory, and copy it to the outer
     return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)).contiguous()
+
+
+def _in_place_of_columns(parts: list[Tensor], x: Tensor) -> Tensor:
+    """Return x with parts in place of its first columns, chosen by the column.
+
+    A concatenation inductor writes to memory of its own on a CPU, and copies it from there to where
+    a packed row of gradients takes it.
+    """
+    H, first = x.shape[-1], 0
+    col = torch.arange(H, device=x.device)
+    for part in parts:
+        end = first + part.shape[-1]
+        x = torch.where((first <= col) & (col < end), F.pad(part, (first, H - end)), x)
+        first = end
+    return x
+
+
+def _beside_columns(parts: list[Tensor], x: Tensor) -> Tensor:
+    """Return the same in one pass, where nothing is fused."""
+    return torch.cat([*parts, x[..., sum(part.shape[-1] for part in parts) :]], dim=-1)
 
 
 def rope_backward_decomposition(grad_out: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
@@ -183,7 +209,11 @@ def _fake(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
 
 def _eager(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
     check_inputs("rope", x, cos, sin, layout)
-    return rope_decomposition(x, cos, sin, layout)
+    return _turned(x, cos, sin, layout, _beside_columns)
+
+
+def _backward_eager(grad_out: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
+    return _eager(grad_out, cos, -sin, layout)
 
 
 def _fake_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: str) -> tuple[Tensor, Tensor]:
@@ -195,7 +225,13 @@ def _fake_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: str) -> tup
 def _eager_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: str) -> tuple[Tensor, Tensor]:
     check_inputs("rope_qk", q, cos, sin, layout)
     check_inputs("rope_qk", k, cos, sin, layout)
-    return rope_qk_decomposition(q, k, cos, sin, layout)
+    return _eager(q, cos, sin, layout), _eager(k, cos, sin, layout)
+
+
+def _backward_eager_qk(
+    grad_q: Tensor, grad_k: Tensor, cos: Tensor, sin: Tensor, layout: str
+) -> tuple[Tensor, Tensor]:
+    return _eager_qk(grad_q, grad_k, cos, -sin, layout)
 
 
 def _cuda(launcher: str, decomposition: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -245,6 +281,7 @@ BACKWARD = core.define_op(
     "-> Tensor",
     fake=_fake,
     decomposition=rope_backward_decomposition,
+    cpu=_backward_eager,
     cuda=_cuda("rope_bwd", rope_backward_decomposition),
 )
 FORWARD_QK = core.define_op(
@@ -260,6 +297,7 @@ BACKWARD_QK = core.define_op(
     "bool opaque=False) -> (Tensor, Tensor)",
     fake=_fake_qk,
     decomposition=rope_qk_backward_decomposition,
+    cpu=_backward_eager_qk,
     cuda=_cuda_qk("rope_qk_bwd", rope_qk_backward_decomposition),
 )
 

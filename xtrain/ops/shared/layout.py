@@ -6,13 +6,16 @@ first. On a CPU, and where inductor sees through an op, there is no such copy.
     sdpa                    q, k, v, grad_out: any strides of B, N, T, so parts of a projection's
                             row; cuDNN takes grad_out in the strides of its result
     rope, rope_qk           x: any strides of B, N, T; cos and sin: of one set of strides
+    rms_norm                x, grad_out: rows at up to three distances, so the heads of a packed
+                            projection, or any order of B, N, T
+    dropout                 x, grad_out: the same, rows of up to 8192 elements
+    dropout_add_rms_norm    x, residual: the same; h and gradients contiguous
     swiglu, geglu           rows at one distance: halves of a wider row; packed too
     cross_entropy           logits: contiguous, or a sample's rows at one distance: logits[:, :-1]
     linear_cross_entropy    hidden, weight: rows or columns at one distance
-    rms_norm, dropout, dropout_add_rms_norm    contiguous
 
-sdpa and rope give results and gradients in the order of the tensor that they belong to, the others
-contiguous ones.
+sdpa, rope and rms_norm give results and gradients in the order of the tensor that they belong to,
+the others contiguous ones.
 """
 
 from __future__ import annotations
