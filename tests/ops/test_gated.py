@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from gated_activations import ACTIVATIONS, draw, packed_with_grads, with_grads
-from test_dropout_compiled import partitioned_graphs
+from test_dropout import partitioned_graphs
 from tolerances import assert_no_worse_than_plain
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode

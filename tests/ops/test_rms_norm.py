@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from test_dropout_compiled import partitioned_graphs
+from test_dropout import partitioned_graphs
 from tolerances import assert_no_worse_than_plain
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode

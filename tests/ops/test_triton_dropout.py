@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import numpy as np
 import pytest
 import torch
@@ -176,6 +178,15 @@ def interpreted_rows_in_place_have_the_mask_of_their_values(dtype):
         mask = launch(dropout_bwd, ones, 0.3, SEED, offset) != 0
         assert torch.equal(mask, dropout_mask(x.shape, 0.3, SEED, offset))
         assert (mask.numpy() == keep_mask(x.shape, 0.3, SEED, offset)).all()
+
+
+def interpreted_what_a_gpu_runs_takes_any_layout():
+    """In place or copied first: a row too long, elements apart, no dim at all."""
+    run = import_module("xtrain.ops.dropout.op")._cuda("dropout_fwd")
+    odd = [torch.randn(2, 8200)[:, :8193], torch.randn(5, 64).t(), torch.tensor(3.0)]
+    for x in views(torch.float32) + odd:
+        out = run(x, 0.3, torch.tensor(SEED), torch.tensor(5))
+        assert out.is_contiguous() and torch.equal(out, dropout_reference(x, 0.3, SEED, 5))
 
 
 def interpreted_seed_is_read_by_value_not_by_address():

@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-
 import pytest
 import torch
 import triton
@@ -19,6 +17,7 @@ from torch import Tensor
 from xtrain.ops import OPS, rope_qk
 from xtrain.ops.rope import kernel as rope_kernels
 from xtrain.ops.rope.kernel import _rope_fwd_kernel, rope_block_sizes
+from xtrain.ops.rope.op import _Turn
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 BUILDS = [(arch, "bf16") for arch in ARCHITECTURES] + [(90, d) for d in ("fp16", "fp32", "fp64")]
@@ -197,7 +196,6 @@ def test_past_2_to_the_31_elements():
 # --- interpreted ---------------------------------------------------------------------------------
 
 
-ROPE = import_module("xtrain.ops.rope.op")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LAYOUTS = ("half", "interleaved")
 PAST_INT32 = 2**30 + 16  # a stride that fits in 32 bits, twice of which does not
@@ -224,17 +222,19 @@ def far_apart(rows: Tensor) -> Tensor:
 
 
 def launched(x: Tensor, cos: Tensor, sin: Tensor, layout: str, sign: int = 1) -> Tensor:
-    launcher = "rope_fwd" if sign == 1 else "rope_bwd"
-    return ROPE._cuda(launcher, refuse)(x, cos, sin, layout)
+    return without_decomposition("rope", sign).cuda(x, cos, sin, layout)
 
 
 def launched_qk(q, k, cos, sin, layout, sign: int = 1) -> tuple[Tensor, Tensor]:
-    launcher = "rope_qk_fwd" if sign == 1 else "rope_qk_bwd"
-    return ROPE._cuda_qk(launcher, refuse)(q, k, cos, sin, layout)
+    return without_decomposition("rope_qk", sign).cuda(q, k, cos, sin, layout)
 
 
-def refuse(*args: object) -> Tensor:
-    raise AssertionError("the decomposition ran, not the kernel")
+def without_decomposition(name: str, sign: int):
+    class Launched(_Turn):
+        def decomposition(self, *args: object) -> Tensor:
+            raise AssertionError("the decomposition ran, not the kernel")
+
+    return Launched(name, sign == -1)
 
 
 def assert_turned(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, layout: str, sign: int) -> None:
@@ -245,7 +245,10 @@ def assert_turned(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, layout: str,
         truth(x, cos, sin, layout, sign),
     )
     meta = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-    assert out.stride() == ROPE._fake(meta, cos.to("meta"), sin.to("meta"), layout).stride()
+    assert (
+        out.stride()
+        == _Turn("rope", False).fake(meta, cos.to("meta"), sin.to("meta"), layout).stride()
+    )
     R = 2 * cos.shape[-1]
     assert torch.equal(out[..., R:], x[..., R:])
 

@@ -24,10 +24,13 @@ from test_dropout_add_rms_norm import (
 )
 from tolerances import assert_no_worse_than_plain
 from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from xtrain.ops import OPS, dropout_add_rms_norm, dropout_mask, rms_norm
 from xtrain.ops.dropout.op import scale_of, threshold_of
 from xtrain.ops.dropout_add_rms_norm import kernel as fused
+from xtrain.ops.launch import replay
 from xtrain.ops.rms_norm import kernel as norm
 from xtrain.ops.rms_norm.op import norm_dtype
 from xtrain.ops.shared import rows
@@ -546,6 +549,32 @@ def interpreted_norm_of_rows_at_several_distances(order):
             results += norm.rms_norm_bwd(grad, x, weight, EPS, True)
             for result, expected in zip(results, right, strict=True):
                 assert torch.equal(result, expected) and result.is_contiguous()
+
+
+class NoCopies(TorchDispatchMode):
+    """Refuses what contiguous() calls; the interpreter's own copies go by copy_."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func._opname != "clone"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def interpreted_heads_are_not_copied(order):
+    """What a GPU runs copies neither x nor gradients, and gives the strides of the op anywhere."""
+    x, dy = parts((2, 3, 4, 40), order, FP32)
+    weight, seed, offset = torch.rand(40), torch.tensor(SEED), torch.tensor(OFFSET)
+    for name, args in (
+        ("rms_norm", (x, weight, EPS, "gemma")),
+        ("rms_norm_backward", (dy, x, weight, EPS, "gemma")),
+        ("dropout_add_rms_norm", (x, dy, weight, 0.3, seed, offset, EPS, "llama")),
+    ):
+        with NoCopies():
+            results = pytree.tree_leaves(replay.CALLS[name]._implementation(*args))
+        right = pytree.tree_leaves(getattr(torch.ops.xtrain, name)(*args))
+        for result, expected in zip(results, right, strict=True):
+            assert result.stride() == expected.stride(), name
+            torch.testing.assert_close(result, expected)
 
 
 def interpreted_norm_of_rows_at_one_distance():

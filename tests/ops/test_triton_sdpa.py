@@ -411,7 +411,7 @@ SMALL_CASES = {
 }
 
 
-@pytest.mark.parametrize("shape,options", SMALL_CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("shape,options", SMALL_CASES.values(), ids=SMALL_CASES.keys())
 def interpreted_no_worse_than_plain(shape, options):
     check_small(*small_inputs(*shape), **options)
 

@@ -141,35 +141,13 @@ def rope_block_sizes(n_all_heads: int, head_dim: int, itemsize: int) -> tuple[in
     return rows // block_heads, block_heads, num_warps
 
 
-def rope_fwd(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
-    """Launch on x [B, N, T, H], not empty; cos and sin have one set of strides and dense rows."""
-    return _launch([x], cos, sin, layout, inverse=False)[0]
-
-
-def rope_bwd(grad_out: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
-    """Launch as `rope_fwd` does, every angle negated."""
-    return _launch([grad_out], cos, sin, layout, inverse=True)[0]
-
-
-def rope_qk_fwd(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: str
-) -> tuple[Tensor, Tensor]:
-    """Launch on q [B, N, T, H] and k [B, M, T, H] of one dtype; tables as for `rope_fwd`."""
-    out_q, out_k = _launch([q, k], cos, sin, layout, inverse=False)
-    return out_q, out_k
-
-
-def rope_qk_bwd(
-    grad_q: Tensor, grad_k: Tensor, cos: Tensor, sin: Tensor, layout: str
-) -> tuple[Tensor, Tensor]:
-    """Launch as `rope_qk_fwd` does, every angle negated."""
-    out_q, out_k = _launch([grad_q, grad_k], cos, sin, layout, inverse=True)
-    return out_q, out_k
-
-
-def _launch(
+def rope_rows(
     inputs: list[Tensor], cos: Tensor, sin: Tensor, layout: str, *, inverse: bool
 ) -> list[Tensor]:
+    """Launch on [x [B, N, T, H]], or [q, k [B, M, T, H]] of one dtype; none is empty.
+
+    Args:     cos, sin: of one set of strides, dense rows; inverse: every angle is negated.
+    """
     outs = [empty_in(memory_order(x), x.shape, x) for x in inputs]
     rows = [x if x.stride(-1) == 1 else x.contiguous() for x in inputs]
     B, N, T, H = inputs[0].shape

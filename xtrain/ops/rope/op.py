@@ -16,6 +16,7 @@ Letters: B batch, N query heads, M KV heads, T sequence, H head dim, R rotated e
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -54,12 +55,8 @@ def rope_qk_reference(
     return rope_reference(q, cos, sin, layout=layout), rope_reference(k, cos, sin, layout=layout)
 
 
-def rope_decomposition(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
-    """Return x turned, as inductor fuses it: one read and one write of x."""
-    return _turned(x, cos, sin, layout, _in_place_of_columns)
-
-
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, layout: str, join: Join) -> Tensor:
+    """Return x turned: one read and one write of it, in its own order."""
     order = memory_order(x)
     cos, sin = (
         _per_head(table).expand(x.shape[0], -1, -1, -1).permute(order) for table in (cos, sin)
@@ -104,25 +101,6 @@ def _in_place_of_columns(parts: list[Tensor], x: Tensor) -> Tensor:
 def _beside_columns(parts: list[Tensor], x: Tensor) -> Tensor:
     """Return the same in one pass, where nothing is fused."""
     return torch.cat([*parts, x[..., sum(part.shape[-1] for part in parts) :]], dim=-1)
-
-
-def rope_backward_decomposition(grad_out: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
-    """Return grad_out turned back."""
-    return rope_decomposition(grad_out, cos, -sin, layout)
-
-
-def rope_qk_decomposition(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: str
-) -> tuple[Tensor, Tensor]:
-    """Return q and k turned."""
-    return rope_decomposition(q, cos, sin, layout), rope_decomposition(k, cos, sin, layout)
-
-
-def rope_qk_backward_decomposition(
-    grad_q: Tensor, grad_k: Tensor, cos: Tensor, sin: Tensor, layout: str
-) -> tuple[Tensor, Tensor]:
-    """Return grad_q and grad_k turned back."""
-    return rope_qk_decomposition(grad_q, grad_k, cos, -sin, layout)
 
 
 def _per_head(table: Tensor) -> Tensor:
@@ -198,68 +176,66 @@ def prefers_kernel_qk(
     return prefers_kernel(q, cos, sin, layout=layout) and q.dtype == k.dtype
 
 
-def _empty_like(x: Tensor) -> Tensor:
-    return empty_in(memory_order(x), x.shape, x)
+# --- The four ops: of x, or of q and k, and their transposes -------------------------------------
 
 
-def _fake(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
-    check_inputs("rope", x, cos, sin, layout)
-    return _empty_like(x)
+@dataclass(frozen=True)
+class _Turn:
+    """One of the four ops: tensors and tables in, tensors turned forth or back out.
+
+    name:    of the op in messages, of a transpose that of its forward.
+    inverse: whether every angle is negated.
+    """
+
+    name: str
+    inverse: bool
+
+    def define(self, schema: str) -> torch._ops.OpOverload:
+        """Define the op, whose results are one tensor, or two, as many as it turns."""
+        return core.define_op(
+            schema,
+            fake=self.fake,
+            decomposition=self.decomposition,
+            cpu=self.eager,
+            cuda=self.cuda,
+        )
+
+    def check(self, *args: Any) -> tuple[list[Tensor], Tensor, Tensor, str]:
+        """Return ([x] or [q, k], cos, sin, layout), or raise for what does not go together."""
+        *xs, cos, sin, layout = args
+        for x in xs:
+            check_inputs(self.name, x, cos, sin, layout)
+        return xs, cos, sin, layout
+
+    def fake(self, *args: Any) -> Any:
+        xs, *_ = self.check(*args)
+        return _results([empty_in(memory_order(x), x.shape, x) for x in xs])
+
+    def decomposition(self, *args: Any) -> Any:
+        """Turn as inductor fuses it."""
+        return self._by_torch(_in_place_of_columns, *args)
+
+    def eager(self, *args: Any) -> Any:
+        self.check(*args)
+        return self._by_torch(_beside_columns, *args)
+
+    def _by_torch(self, join: Join, *args: Any) -> Any:
+        *xs, cos, sin, layout = args
+        sin = -sin if self.inverse else sin
+        return _results([_turned(x, cos, sin, layout, join) for x in xs])
+
+    def cuda(self, *args: Any) -> Any:
+        xs, cos, sin, layout = self.check(*args)
+        x, *k = xs
+        refused = supports_qk(x, k[0], cos, sin) if k else supports(x, cos, sin)
+        if 0 in [t.numel() for t in (*xs, cos)] or refused is not None:
+            return self.decomposition(*args)
+        launch = import_module("xtrain.ops.rope.kernel").rope_rows
+        return _results(launch(xs, *_tables(cos, sin), layout, inverse=self.inverse))
 
 
-def _eager(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
-    check_inputs("rope", x, cos, sin, layout)
-    return _turned(x, cos, sin, layout, _beside_columns)
-
-
-def _backward_eager(grad_out: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
-    return _eager(grad_out, cos, -sin, layout)
-
-
-def _fake_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: str) -> tuple[Tensor, Tensor]:
-    check_inputs("rope_qk", q, cos, sin, layout)
-    check_inputs("rope_qk", k, cos, sin, layout)
-    return _empty_like(q), _empty_like(k)
-
-
-def _eager_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: str) -> tuple[Tensor, Tensor]:
-    check_inputs("rope_qk", q, cos, sin, layout)
-    check_inputs("rope_qk", k, cos, sin, layout)
-    return _eager(q, cos, sin, layout), _eager(k, cos, sin, layout)
-
-
-def _backward_eager_qk(
-    grad_q: Tensor, grad_k: Tensor, cos: Tensor, sin: Tensor, layout: str
-) -> tuple[Tensor, Tensor]:
-    return _eager_qk(grad_q, grad_k, cos, -sin, layout)
-
-
-def _cuda(launcher: str, decomposition: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def kernel(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
-        check_inputs("rope", x, cos, sin, layout)
-        if x.numel() == 0 or cos.numel() == 0 or supports(x, cos, sin) is not None:
-            return decomposition(x, cos, sin, layout)
-        launch = getattr(import_module("xtrain.ops.rope.kernel"), launcher)
-        return launch(x, *_tables(cos, sin), layout)
-
-    return kernel
-
-
-def _cuda_qk(
-    launcher: str, decomposition: Callable[..., tuple[Tensor, Tensor]]
-) -> Callable[..., tuple[Tensor, Tensor]]:
-    def kernel(
-        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: str
-    ) -> tuple[Tensor, Tensor]:
-        check_inputs("rope_qk", q, cos, sin, layout)
-        check_inputs("rope_qk", k, cos, sin, layout)
-        empty = q.numel() == 0 or k.numel() == 0 or cos.numel() == 0
-        if empty or supports_qk(q, k, cos, sin) is not None:
-            return decomposition(q, k, cos, sin, layout)
-        launch = getattr(import_module("xtrain.ops.rope.kernel"), launcher)
-        return launch(q, k, *_tables(cos, sin), layout)
-
-    return kernel
+def _results(turned: list[Tensor]) -> Any:
+    return turned[0] if len(turned) == 1 else tuple(turned)
 
 
 def _tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -269,36 +245,20 @@ def _tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     return cos.contiguous(), sin.contiguous()
 
 
-FORWARD = core.define_op(
-    "rope(Tensor x, Tensor cos, Tensor sin, str layout, bool opaque=False) -> Tensor",
-    fake=_fake,
-    decomposition=rope_decomposition,
-    cpu=_eager,
-    cuda=_cuda("rope_fwd", rope_decomposition),
+FORWARD = _Turn("rope", False).define(
+    "rope(Tensor x, Tensor cos, Tensor sin, str layout, bool opaque=False) -> Tensor"
 )
-BACKWARD = core.define_op(
+BACKWARD = _Turn("rope", True).define(
     "rope_backward(Tensor grad_out, Tensor cos, Tensor sin, str layout, bool opaque=False) "
-    "-> Tensor",
-    fake=_fake,
-    decomposition=rope_backward_decomposition,
-    cpu=_backward_eager,
-    cuda=_cuda("rope_bwd", rope_backward_decomposition),
+    "-> Tensor"
 )
-FORWARD_QK = core.define_op(
+FORWARD_QK = _Turn("rope_qk", False).define(
     "rope_qk(Tensor q, Tensor k, Tensor cos, Tensor sin, str layout, bool opaque=False) "
-    "-> (Tensor, Tensor)",
-    fake=_fake_qk,
-    decomposition=rope_qk_decomposition,
-    cpu=_eager_qk,
-    cuda=_cuda_qk("rope_qk_fwd", rope_qk_decomposition),
+    "-> (Tensor, Tensor)"
 )
-BACKWARD_QK = core.define_op(
+BACKWARD_QK = _Turn("rope_qk", True).define(
     "rope_qk_backward(Tensor grad_q, Tensor grad_k, Tensor cos, Tensor sin, str layout, "
-    "bool opaque=False) -> (Tensor, Tensor)",
-    fake=_fake_qk,
-    decomposition=rope_qk_backward_decomposition,
-    cpu=_backward_eager_qk,
-    cuda=_cuda_qk("rope_qk_bwd", rope_qk_backward_decomposition),
+    "bool opaque=False) -> (Tensor, Tensor)"
 )
 
 
