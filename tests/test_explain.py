@@ -83,7 +83,7 @@ def test_swaps_and_refusals_are_those_of_the_architecture(llama):
         ("use_triton_linear_cross_entropy", 1)
     ]
     assert "logits" in data["left_alone"][0]["reason"]
-    assert [row["name"] for row in data["passes"]] == list(passes.PASSES)
+    assert [row["name"] for row in data["passes"]] == list(passes.PASSES[:-1])  # not inductor's
     assert data["strict"] == {"accepts": True, "reason": ""}
     assert data["unseeded"] == data["uncovered"] == data["graph_breaks"] == []
 

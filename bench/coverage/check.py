@@ -40,7 +40,7 @@ import xtrain
 from bench.coverage import model_types
 from xtrain import torch_compat
 from xtrain.compiler import SiteError
-from xtrain.ops.dropout import dropout_on_cpu
+from xtrain.ops.dropout.op import dropout_on_cpu
 from xtrain.rng import site_seed
 
 P, SEED = 0.5, 1

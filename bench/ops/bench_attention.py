@@ -185,27 +185,27 @@ def flex(case: Case) -> Callable[..., Tensor]:
 
 
 class TritonAttention(torch.autograd.Function):
-    """The launchers of xtrain/ops/triton/sdpa.py, called past the op's choice of a backend."""
+    """Our launchers, called past the op's choice of a backend."""
 
     @staticmethod
     def forward(ctx, q, k, v):
-        from xtrain.ops.triton.sdpa import sdpa_fwd
-        from xtrain.ops.triton.sdpa_tiles import Options
+        from xtrain.ops.sdpa.kernel import sdpa_fwd
+        from xtrain.ops.sdpa.op import as_options
 
-        ctx.options = Options(True, q.shape[-1] ** -0.5, window=None, softcap=None)
+        ctx.options = as_options(q, causal=True)
         out = torch.empty_like(q)
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-        sdpa_fwd(q, k, v, None, ctx.options, out, lse)
+        sdpa_fwd(q, k, v, ctx.options, out, lse)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
     @staticmethod
     def backward(ctx, grad_out):
-        from xtrain.ops.triton.sdpa import sdpa_bwd
+        from xtrain.ops.sdpa.backward_kernel import sdpa_bwd
 
         q, k, v, out, lse = ctx.saved_tensors
         grads = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
-        sdpa_bwd(grad_out, q, k, v, None, out, lse, ctx.options, grads)
+        sdpa_bwd(grad_out, q, k, v, ctx.options, out, lse, grads)
         return grads
 
 
@@ -268,7 +268,7 @@ def truth(case: Case, inputs: Inputs) -> list[Tensor]:
 
 
 def form(case: Case, inputs: Inputs) -> str:
-    from xtrain.ops.sdpa import sdpa_backend
+    from xtrain.ops.sdpa.op import sdpa_backend
 
     return f"takes {sdpa_backend(*inputs.args, causal=True)}"
 

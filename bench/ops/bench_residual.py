@@ -32,7 +32,7 @@ from bench.ops.common import (
     usual_providers,
 )
 from xtrain.ops import OPS
-from xtrain.ops.dropout import dropout_mask, dropout_reference
+from xtrain.ops.dropout.op import dropout_mask, dropout_reference
 
 P = 0.1
 EPS = 1e-6

@@ -1,7 +1,8 @@
 """Run tests of Triton kernels under Triton's interpreter, on CPU tensors.
 
 Triton reads TRITON_INTERPRET when a kernel is defined, and other tests compile the same kernels
-ahead of time: so the interpreted tests are files of their own, run in a process of their own.
+ahead of time: so the interpreted tests, functions named interpreted_*, run in a process of their
+own, which one test of their file starts; no other run collects them.
 """
 
 from __future__ import annotations
@@ -16,17 +17,18 @@ import numpy as np
 import pytest
 import torch
 
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_interpreted(path: Path | str) -> None:
-    """Run a test file with TRITON_INTERPRET=1; fail unless its tests passed and none was skipped.
+    """Run a file's functions interpreted_* with TRITON_INTERPRET=1.
 
-    Args:     path: a file beside this one, e.g. "interpreted_dropout.py".
+    Fails unless they passed and none was skipped.
     """
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     result = subprocess.run(
-        [*command, str(Path(__file__).parent / path)],
+        [*command, "-o", "python_functions=interpreted_*", str(path)],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         cwd=ROOT,
         capture_output=True,
@@ -38,7 +40,7 @@ def run_interpreted(path: Path | str) -> None:
     assert not re.search(r"\b\d+ (skipped|deselected|xfailed)", result.stdout), output
 
 
-@pytest.fixture
+@pytest.fixture(autouse=INTERPRETING)
 def bf16_rounds_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Round to nearest even as a GPU does; the interpreter cuts fp32 off to bf16."""
     import triton.runtime.interpreter as interpreter

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import pkgutil
 import shutil
 import subprocess
 import sys
@@ -98,14 +97,16 @@ def launch_everything(device: str = "cuda") -> int:
 
 
 def kernels_of_ours() -> set[str]:
-    """Return the names of all kernels in xtrain/ops/triton: @triton.jit functions _*_kernel."""
+    """Return the names of all kernels in xtrain/ops: @triton.jit functions _*_kernel."""
     import triton
 
-    import xtrain.ops.triton as package
+    import xtrain.ops
 
     names = set()
-    for found in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
-        for value in vars(importlib.import_module(found.name)).values():
+    folder = Path(xtrain.ops.__file__).parent
+    for path in folder.rglob("*.py"):
+        module = ".".join(path.relative_to(folder.parents[1]).with_suffix("").parts)
+        for value in vars(importlib.import_module(module)).values():
             if isinstance(value, triton.JITFunction) and value.__name__.endswith("_kernel"):
                 names.add(value.__name__)
     return names

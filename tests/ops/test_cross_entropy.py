@@ -13,8 +13,9 @@ from loss_oracle import IGNORE, numpy_cross_entropy
 from tolerances import assert_close, assert_no_worse_than_plain
 from torch import Tensor
 
-from xtrain.ops import OPS, cross_entropy, cross_entropy_decomposition
-from xtrain.ops.cross_entropy import cross_entropy_reference
+from xtrain.ops import OPS, cross_entropy
+from xtrain.ops.cross_entropy import op
+from xtrain.ops.cross_entropy.op import cross_entropy_reference
 
 
 def example(shape=(3, 5), V=11, dtype=torch.float64, device="cpu") -> tuple[Tensor, Tensor]:
@@ -35,7 +36,7 @@ def chunks(request, monkeypatch):
     """Eager kernels over all rows at once, and cut after every two."""
     if request.param == "row blocks":
         small = {"cpu": 2 * 11, "cuda": 2 * 11}
-        monkeypatch.setattr(cross_entropy_decomposition, "CHUNK_ELEMENTS", small)
+        monkeypatch.setattr(op, "CHUNK_ELEMENTS", small)
 
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["even", "weighted"])

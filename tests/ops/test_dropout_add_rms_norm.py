@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mask_oracle import keep_mask
-from test_dropout_compiled import partitioned_graphs
+from test_dropout import partitioned_graphs
 from tolerances import assert_close, assert_no_worse_than_plain
 from torch import Tensor
 

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from mask_oracle import keep_mask
 
-from xtrain.ops import cpu, dropout
-from xtrain.ops.cpu import build
+from xtrain.ops import dropout
+from xtrain.ops.shared import cpu
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -73,7 +73,7 @@ def test_failing_compiler_is_quoted(monkeypatch, tmp_path):
     source = tmp_path / "broken.cpp"
     source.write_text("this is no C++;\n")
     with pytest.raises(RuntimeError, match=r"(?s)broken\.cpp failed:.*this.*is no C\+\+|error"):
-        build.load_library(source)
+        cpu.load_library(source)
     assert not list((tmp_path / "xtrain").iterdir()), "a failed build left something behind"
 
 
@@ -83,7 +83,7 @@ def test_processes_that_build_at_once(tmp_path):
     source.write_text('extern "C" int seven() { return 7; }\n')
     code = (
         "import runpy, sys, pathlib\n"
-        f"build = runpy.run_path({str(Path(build.__file__))!r})\n"
+        f"build = runpy.run_path({str(Path(cpu.__file__))!r})\n"
         f"print(build['load_library'](pathlib.Path({str(source)!r})).seven())\n"
     )
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
@@ -98,26 +98,26 @@ def test_processes_that_build_at_once(tmp_path):
 def test_name_depends_on_source_and_flags(monkeypatch, tmp_path):
     source = tmp_path / "a.cpp"
     source.write_text("int a;\n")
-    compiler = build.find_compiler()
-    first = build._fingerprint(source, compiler)
+    compiler = cpu.find_compiler()
+    first = cpu._fingerprint(source, compiler)
     source.write_text("int b;\n")
-    second = build._fingerprint(source, compiler)
-    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-g"))
-    assert len({first, second, build._fingerprint(source, compiler)}) == 3
+    second = cpu._fingerprint(source, compiler)
+    monkeypatch.setattr(cpu, "FLAGS", (*cpu.FLAGS, "-g"))
+    assert len({first, second, cpu._fingerprint(source, compiler)}) == 3
 
 
 def test_compiler_command_may_hold_arguments(monkeypatch):
-    (compiler,) = build.find_compiler()
+    (compiler,) = cpu.find_compiler()
     monkeypatch.setenv("CXX", f"env LC_ALL=C {compiler}")
-    assert build.find_compiler()[1:] == ["LC_ALL=C", compiler]
-    assert len(build._fingerprint(Path(build.__file__), build.find_compiler())) == 16
+    assert cpu.find_compiler()[1:] == ["LC_ALL=C", compiler]
+    assert len(cpu._fingerprint(Path(cpu.__file__), cpu.find_compiler())) == 16
 
 
 def test_foreign_cache_folder_is_not_trusted(monkeypatch, tmp_path):
     (tmp_path / "xtrain").mkdir()
     (tmp_path / "xtrain").chmod(0o777)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert build.cache_folder() != tmp_path / "xtrain"
+    assert cpu.cache_folder() != tmp_path / "xtrain"
 
 
 def test_importing_the_ops_loads_no_compiler():

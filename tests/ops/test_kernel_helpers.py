@@ -57,8 +57,8 @@ def test_compile_kernel_names_missing_and_unknown_arguments():
 def test_run_interpreted_wants_passes_alone(tmp_path, body, good):
     path = tmp_path / "interpreted.py"
     path.write_text(
-        "import os\n\ndef test_mode():\n    assert os.environ['TRITON_INTERPRET'] == '1'\n\n"
-        f"def test_body():\n    {body}\n"
+        "import os\n\ndef interpreted_mode():\n    assert os.environ['TRITON_INTERPRET'] == '1'\n\n"
+        f"def interpreted_body():\n    {body}\n"
     )
     if good:
         run_interpreted(path)

@@ -1,4 +1,4 @@
-"""opcheck and exact strides for every op, forward and backward, in every layout and dtype."""
+"""What holds of every op: opcheck, exact strides, inputs and gradients left alone, fresh memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from samples import DTYPES, LAYOUTS, SAMPLES, maker, with_gradients
+from samples import DTYPES, LAYOUTS, SAMPLES, maker, wanting_gradients, with_gradients
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
@@ -68,14 +68,96 @@ def test_fake_strides_equal_real(name, layout, dtype):
             assert_fake_equals_real(OPS[name].backward, call)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
+# Layouts and dtypes take ways of their own through an op, their pairs do not: what a pair could
+# change, shape, strides and dtype of the results, test_fake_strides_equal_real asks of each.
+WAYS = [(layout, torch.float32) for layout in LAYOUTS]
+WAYS += [("contiguous", dtype) for dtype in DTYPES[1:]]
+
+
+@pytest.mark.parametrize(("layout", "dtype"), WAYS, ids=str)
 @pytest.mark.parametrize("name", OPS)
 def test_opcheck(name, layout, dtype):
-    """Every layout with every dtype on the first sample; on the rest where fp32 is not strided."""
+    """Each way on the first sample; the other samples where fp32 is not strided."""
     make = maker(layout, dtype)
     samples = list(SAMPLES[name](make))
-    for args in samples if (layout, dtype) == ("contiguous", torch.float32) else samples[:1]:
+    for args in samples if (layout, dtype) == WAYS[0] else samples[:1]:
         torch.library.opcheck(OPS[name].forward, with_gradients(name, args))
         for call in backward_arguments(name, args, make):
             torch.library.opcheck(OPS[name].backward, call)
+
+
+# --- inputs, gradients and results are left alone -------------------------------------------------
+
+
+def bits(value: Any) -> bytes | Any:
+    if not isinstance(value, Tensor):
+        return value
+    packed = torch.empty(value.shape, dtype=value.dtype).copy_(value.detach())
+    return packed.flatten().view(torch.uint8).numpy().tobytes()
+
+
+def snapshot(tree: Any) -> list[Any]:
+    return [bits(leaf) for leaf in pytree.tree_leaves(tree)]
+
+
+def grad_layouts(output: Tensor) -> dict[str, Tensor]:
+    """Incoming gradients that a careless kernel misreads or writes through."""
+    dy = torch.randn(output.shape).to(output.dtype)
+    layouts = {
+        "dense": dy,
+        "expanded": torch.ones((1,) * output.dim(), dtype=dy.dtype).expand_as(dy),
+    }
+    if output.dim() >= 2:
+        layouts["transposed"] = dy.transpose(0, -1).contiguous().transpose(0, -1)
+    return layouts
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", OPS)
+def test_inputs_and_gradients_unchanged(name, dtype):
+    for args in SAMPLES[name](maker("contiguous", dtype)):
+        args = with_gradients(name, args)
+        leaves = wanting_gradients(args)
+        before = snapshot(args)
+        outputs = [t for t in pytree.tree_leaves(OPS[name].forward(*args)) if t.requires_grad]
+        after_forward = snapshot(outputs)
+        for layout in grad_layouts(outputs[0]):
+            grads = [grad_layouts(t).get(layout, torch.ones_like(t)) for t in outputs]
+            grads_before = snapshot(grads)
+            first = torch.autograd.grad(outputs, leaves, grads, retain_graph=True)
+            first_bits = snapshot(first)
+            again = torch.autograd.grad(outputs, leaves, grads, retain_graph=True)
+            assert snapshot(grads) == grads_before, f"{name} wrote into a {layout} gradient"
+            assert snapshot(again) == first_bits, f"{name}: second backward differs ({layout})"
+            dense = [g.contiguous() for g in grads]
+            plain = torch.autograd.grad(outputs, leaves, dense, retain_graph=True)
+            assert snapshot(plain) == first_bits, f"{name}: a {layout} gradient is misread"
+        assert snapshot(args) == before, f"{name} changed an input"
+        assert snapshot(outputs) == after_forward, f"{name}: backward changed its output"
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_results_are_fresh_memory(name):
+    for args in SAMPLES[name](maker("contiguous", torch.float32)):
+        storages = {
+            t.untyped_storage().data_ptr()
+            for t in pytree.tree_leaves(args)
+            if isinstance(t, Tensor) and t.numel()
+        }
+        for out in pytree.tree_leaves(OPS[name].forward(*args)):
+            if isinstance(out, Tensor) and out.numel():
+                assert out.untyped_storage().data_ptr() not in storages, f"{name} aliases an input"
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_second_derivative_is_right_or_refused(name):
+    args = next(iter(SAMPLES[name](maker("contiguous", torch.float32))))
+    args = with_gradients(name, args)
+    leaves = wanting_gradients(args)
+    outputs = [t for t in pytree.tree_leaves(OPS[name].forward(*args)) if t.requires_grad]
+    grads = torch.autograd.grad([t.sum() for t in outputs], leaves, create_graph=True)
+    total = sum((g * g).sum() for g in grads)
+    if not total.requires_grad:
+        return  # linear: the gradient depends on no input
+    with pytest.raises(NotImplementedError, match=f"xtrain::{name}_backward has no derivative"):
+        torch.autograd.grad(total, leaves)

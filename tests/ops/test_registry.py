@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 import xtrain.ops
 from xtrain import torch_compat
-from xtrain.ops import OPS, dropout, registry
+from xtrain.ops import OPS, core, dropout
 
 
 def test_table_is_consistent():
@@ -77,7 +77,7 @@ def test_source_hash_follows_the_source(tmp_path, monkeypatch):
 
 def test_tensor_constant_in_a_decomposition_is_refused():
     """make_fx would lift it to an attribute that inductor's graph does not have."""
-    op = registry.define_op(
+    op = core.define_op(
         "test_constant(Tensor x) -> Tensor",
         fake=torch.empty_like,
         decomposition=lambda x: x + torch.tensor([1.0, 2.0, 3.0]),
@@ -96,7 +96,7 @@ def test_argument_error_is_a_value_error_everywhere():
 @pytest.fixture(scope="module")
 def two_forms() -> torch._ops.OpOverload:
     """An op whose kernel and decomposition tell themselves apart."""
-    return registry.define_op(
+    return core.define_op(
         "test_two_forms(Tensor x, float factor, bool opaque=False) -> (Tensor, Tensor)",
         fake=lambda x, factor: (torch.empty_like(x), torch.empty_like(x)),
         decomposition=lambda x, factor: (x * factor, x + 1),
@@ -127,12 +127,12 @@ def test_opaque_by_preference_only_where_a_compiler_reads_it():
     x, seen = torch.ones(3), []
 
     def function(x: Tensor) -> Tensor:
-        seen.append(registry.opaque(prefers_kernel, x, wide=True))
+        seen.append(core.opaque(prefers_kernel, x, wide=True))
         return x + 1
 
     function(x)
     assert seen == [False]
     compiled = torch.compile(
-        lambda x: x * registry.opaque(prefers_kernel, x, wide=True), backend="eager", fullgraph=True
+        lambda x: x * core.opaque(prefers_kernel, x, wide=True), backend="eager", fullgraph=True
     )
     assert torch.equal(compiled(x), x) and torch.equal(compiled(x[:2]), torch.zeros(2))

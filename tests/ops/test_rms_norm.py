@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from test_dropout_compiled import partitioned_graphs
+from test_dropout import partitioned_graphs
 from tolerances import assert_no_worse_than_plain
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -199,18 +199,24 @@ def test_opcheck_strided(device):
 # --- compiled -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cast", CASTS)
-def test_compiled_equals_eager(cast, device):
-    compiled = torch.compile(rms_norm, fullgraph=True, dynamic=True)
+def test_compiled_equals_eager(device):
+    """Both cast orders in one graph, each on leaves of its own."""
+
+    def both(x, weight, x2, weight2):
+        return rms_norm(x, weight, EPS, cast="llama"), rms_norm(x2, weight2, EPS, cast="gemma")
+
+    compiled = torch.compile(both, fullgraph=True, dynamic=True)
     for dtype in (torch.float32, torch.bfloat16):
         for rows in (7, 12):
             x, weight, dy = draw((rows, 257), dtype, device)
-            results = with_grads(compiled, x, weight, dy, cast)
-            assert_accurate(results, x, weight, dy, cast)
-            for result, eager in zip(
-                results, with_grads(rms_norm, x, weight, dy, cast), strict=True
-            ):
-                assert result.dtype == eager.dtype and result.stride() == eager.stride()
+            leaves = [t.detach().requires_grad_() for t in (x, weight, x, weight)]
+            outs = compiled(*leaves)
+            grads = torch.autograd.grad(outs, leaves, (dy, dy))
+            for cast, out, found in zip(CASTS, outs, (grads[:2], grads[2:]), strict=True):
+                assert_accurate([out, *found], x, weight, dy, cast)
+                eager = with_grads(rms_norm, x, weight, dy, cast)
+                for result, other in zip((out, *found), eager, strict=True):
+                    assert result.dtype == other.dtype and result.stride() == other.stride()
 
 
 def test_compiled_opaque_equals_eager(device):

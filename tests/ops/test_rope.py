@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from test_dropout_compiled import partitioned_graphs
+from test_dropout import partitioned_graphs
 from tolerances import assert_no_worse_than_plain
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -216,17 +216,17 @@ def test_opcheck_strided(device):
 # --- compiled -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_compiled_equals_eager(layout, device):
+def test_compiled_equals_eager(device):
     """Row C34: bitwise on a CPU, bf16 included, as the op rounds once at its end in both modes."""
 
-    def doubled(q, k, cos, sin):  # a neighbour that inductor fuses with
-        return [2 * out for out in rope_qk(q, k, cos, sin, layout=layout)]
+    def doubled(q, k, q2, k2, cos, sin):  # a neighbour that inductor fuses with
+        half = rope_qk(q, k, cos, sin, layout="half")
+        return [2 * out for out in (*half, *rope_qk(q2, k2, cos, sin, layout="interleaved"))]
 
     def run(function, q, k, cos, sin, dys):
-        q, k = q.detach().requires_grad_(), k.detach().requires_grad_()
-        outs = function(q, k, cos, sin)
-        return outs, torch.autograd.grad(outs, (q, k), dys)
+        leaves = [t.detach().requires_grad_() for t in (q, k, q, k)]
+        outs = function(*leaves, cos, sin)
+        return outs, torch.autograd.grad(outs, leaves, 2 * dys)
 
     def assert_equal(actual: Tensor, expected: Tensor) -> None:
         if device.type == "cpu":

@@ -2,23 +2,49 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+import triton.language as tl
+import triton.runtime.interpreter as interpreter
 from ahead_of_time import ARCHITECTURES, compile_kernel
-from interpreter import run_interpreted
+from interpreter import INTERPRETING, bf16_rounds_to_nearest, run_interpreted  # noqa: F401
 from sdpa_truth import attention, plain_attention
 from tolerances import assert_no_worse_than_plain
 
-from xtrain.ops import attention_kernels, sdpa, sdpa_cuda
-from xtrain.ops.sdpa import sdpa_backend
-from xtrain.ops.triton.sdpa_bwd_kv import _sdpa_bwd_kv_kernel, sdpa_bwd_kv_block_sizes
-from xtrain.ops.triton.sdpa_bwd_q import _sdpa_bwd_q_kernel, sdpa_bwd_q_block_sizes
-from xtrain.ops.triton.sdpa_fwd import _sdpa_fwd_kernel, sdpa_fwd_block_sizes
-from xtrain.ops.triton.sdpa_tiles import (
-    Options,
+from xtrain.ops import sdpa
+from xtrain.ops.sdpa import library
+from xtrain.ops.sdpa.backward_kernel import (
+    _sdpa_bwd_kv_kernel,
+    _sdpa_bwd_q_kernel,
+    sdpa_bwd_kv,
+    sdpa_bwd_kv_block_sizes,
+    sdpa_bwd_q,
+    sdpa_bwd_q_block_sizes,
+)
+from xtrain.ops.sdpa.kernel import _sdpa_fwd_kernel, sdpa_fwd, sdpa_fwd_block_sizes
+from xtrain.ops.sdpa.op import (
+    as_options,
+    backward_by_kernels,
+    forward_by_kernel,
+    sdpa_backend,
+    triton_refuses,
+)
+from xtrain.ops.sdpa.tiles import (
+    Blocks,
     _document_ranges_kernel,
+    dense_rows,
+    document_ranges,
     head_block,
     wants_tma,
+)
+from xtrain.ops.sdpa.tiles import (
+    constants as constants_of,
+)
+
+# a row that sees nothing divides 0 by 0 under the interpreter, and drops the result
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:(divide by zero|invalid value) encountered:RuntimeWarning"
 )
 
 KERNELS = {
@@ -32,7 +58,7 @@ SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 
 
 def test_under_the_interpreter():
-    run_interpreted("interpreted_sdpa.py")
+    run_interpreted(__file__)
 
 
 # --- ahead of time --------------------------------------------------------------------------------
@@ -51,7 +77,8 @@ def compiled(
     m, n = (blocks.step, blocks.own) if name == "bwd_kv" else (blocks.own, blocks.step)
     like = torch.empty(1, 1, 1, head_dim, dtype=DTYPES[dtype])
     tma = wants_tma(DTYPES[dtype], arch)
-    constants = Options(causal, 0.1, window, softcap).constants(like, like, tma)
+    options = as_options(like, causal=causal, scale=0.1, window=window, softcap=softcap)
+    constants = constants_of(options, like, like, tma)
     constants |= dict.fromkeys(ones, 1)
     constants |= {"DOCUMENTS": documents, "EVEN": not ones, "BLOCK_M": m, "BLOCK_N": n}
     if not documents:
@@ -121,13 +148,13 @@ def test_document_ranges_compile(T):
 # --- on a GPU -------------------------------------------------------------------------------------
 
 
-def ours(q, k, v, grad_out, *, causal=True, scale=0.1, window=None, softcap=None, documents=None):
+def ours(q, k, v, grad_out, *, causal=True, scale=0.1, **rest):
     """(out, grad_q, grad_k, grad_v) by our kernels, whatever `auto` would take."""
-    options = (causal, scale, window, softcap)
+    options = as_options(q, causal=causal, scale=scale, **rest)
     torch.use_deterministic_algorithms(True)  # fills fresh memory with NaN
     try:
-        out, lse = sdpa_cuda.forward(q, k, v, documents, *options)
-        grads = sdpa_cuda.backward(grad_out, q, k, v, documents, out, lse, *options)
+        out, lse = forward_by_kernel(q, k, v, options)
+        grads = backward_by_kernels(grad_out, q, k, v, options, out, lse)
     finally:
         torch.use_deterministic_algorithms(False)
     return [out, *grads]
@@ -241,8 +268,8 @@ def test_row_that_sees_nothing():
 def test_backward_takes_the_lse_of_any_forward():
     """`auto` may pick for each direction by itself."""
     q, k, v, dy = inputs(2, 4, 2, 256, 256, 64)
-    out, lse = attention_kernels.forward("flash", q, k, v, None, True, 0.1)
-    grads = sdpa_cuda.backward(dy, q, k, v, None, out, lse, True, 0.1, None, None)
+    out, lse = library.forward("flash", q, k, v, None, True, 0.1)
+    grads = backward_by_kernels(dy, q, k, v, as_options(q, causal=True, scale=0.1), out, lse)
     for grad, other in zip(grads, ours(q, k, v, dy)[1:], strict=True):
         torch.testing.assert_close(grad, other, rtol=2e-2, atol=2e-2)
 
@@ -254,7 +281,8 @@ def test_auto_takes_ours_where_no_library_kernel_serves():
         assert sdpa_backend(q, k, v, causal=True, **options) == "triton"
     assert sdpa_backend(q[:, :, :9], k, v, causal=True) == "triton"
     assert sdpa_backend(q, k, v, causal=True, mask=torch.ones(130, 130).cuda()).startswith("expl")
-    assert "up to 256" in sdpa_cuda.triton_refuses(*inputs(1, 1, 1, 2, 2, 264)[:2], None, 0.1)
+    wide = inputs(1, 1, 1, 2, 2, 264)
+    assert "up to 256" in triton_refuses(*wide[:2], as_options(wide[0]))
 
 
 @pytest.mark.gpu
@@ -290,3 +318,205 @@ def test_past_2_to_the_31_elements(layout):
     alone = ours(*(t[:, :, -2 * rows :] for t in (q, k, k, q)), window=64)
     for result, last in zip(results, alone, strict=True):
         torch.testing.assert_close(result[:, :, -rows:], last[:, :, -rows:], rtol=2e-2, atol=2e-2)
+
+
+# --- interpreted ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=INTERPRETING)
+def bf16_products(monkeypatch):
+    """The interpreter multiplies the bits of bf16 matrices as if they were integers."""
+    builder = interpreter.InterpreterBuilder
+    dot = builder.create_dot
+
+    def fp32_dot(self, a, b, *rest):
+        a, b = (
+            interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+            if x.dtype == tl.bfloat16
+            else x
+            for x in (a, b)
+        )
+        return dot(self, a, b, *rest)
+
+    monkeypatch.setattr(builder, "create_dot", fp32_dot)
+
+
+@pytest.fixture(autouse=INTERPRETING)
+def loop_bounds(monkeypatch):
+    """Triton 3.6 reads them by int() of an array of one element, which NumPy 2.4 refuses."""
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor, *rest):
+        patch(tensor, *rest)
+        tensor.__index__ = lambda self: int(self.handle.data.squeeze())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+
+
+def poisoned(like):
+    return torch.full_like(like, float("nan"))
+
+
+def kernels(q, k, v, grad_out, options, blocks=(32, 16), tma=False):
+    """Launch all three kernels with the same blocks; return (out, grad_q, grad_k, grad_v)."""
+    blocks = Blocks(*blocks, num_warps=4, num_stages=1)
+    out, lse = poisoned(grad_out), torch.full(q.shape[:3], float("nan"))
+    how = {"blocks": blocks, "tma": tma}
+    sdpa_fwd(q, k, v, options, out, lse, **how)
+    grad_q, grad_k, grad_v = map(poisoned, (q, k, v))
+    args = (grad_out, q, k, v, options)
+    delta = sdpa_bwd_q(*args, out, lse, grad_q, **how)
+    sdpa_bwd_kv(*args, lse, delta, grad_k, grad_v, **how)
+    return out, grad_q, grad_k, grad_v
+
+
+def small_inputs(B, N, M, T, S, H, HV=None, dtype=torch.float32):
+    """q, k, v as models make them, [B, T, N, H] transposed, and a gradient that is contiguous."""
+    HV = HV or H
+    shapes = ((B, T, N, H), (B, S, M, H), (B, S, M, HV))
+    q, k, v = (torch.randn(shape).to(dtype).transpose(1, 2) for shape in shapes)
+    return q, k, v, torch.randn(B, N, T, HV).to(dtype)
+
+
+def check_small(q, k, v, grad_out, documents=None, blocks=(32, 16), tma=False, **options):
+    options = {"causal": True, "scale": 0.3, "documents": documents} | options
+    what = as_options(q, **options).within(k.shape[2])
+    results = kernels(q, k, v, grad_out, what, blocks, tma)
+    truths = attention(q, k, v, grad_out, **options)
+    plains = plain_attention(q, k, v, grad_out, **options)
+    for result, plain, truth in zip(results, plains, truths, strict=True):
+        assert_no_worse_than_plain(result, plain, truth)
+    return results
+
+
+SMALL_CASES = {
+    "causal": ((1, 2, 2, 40, 40, 16), {}),
+    "groups": ((2, 4, 2, 33, 33, 16), {}),
+    "full": ((1, 2, 1, 33, 50, 16), {"causal": False}),
+    "longer queries": ((1, 2, 1, 50, 33, 16), {}),
+    "longer keys": ((1, 2, 1, 33, 50, 16), {}),
+    "window in a block": ((1, 1, 1, 50, 50, 16), {"window": 7}),
+    "window of blocks": ((1, 1, 1, 50, 50, 16), {"window": 40}),
+    "window, longer keys": ((1, 1, 1, 20, 70, 16), {"window": 33}),
+    "window of two": ((1, 1, 1, 40, 40, 16), {"window": 2}),
+    "softcap": ((1, 2, 1, 40, 40, 16), {"softcap": 1.5}),
+    "softcap, window": ((1, 2, 1, 40, 40, 16), {"softcap": 1.5, "window": 9}),
+    "negative scale": ((1, 2, 1, 40, 40, 16), {"scale": -0.3}),
+    "one": ((1, 1, 1, 1, 1, 16), {}),
+    "one query": ((1, 2, 1, 1, 33, 16), {}),
+    "one key": ((1, 2, 1, 9, 1, 16), {}),
+    "head dim 5": ((1, 1, 1, 20, 20, 5), {}),
+    "head dims 20, 12": ((1, 1, 1, 33, 33, 20, 12), {}),
+    "head dim 80": ((1, 1, 1, 33, 33, 80), {}),
+}
+
+
+@pytest.mark.parametrize("shape,options", SMALL_CASES.values(), ids=SMALL_CASES.keys())
+def interpreted_no_worse_than_plain(shape, options):
+    check_small(*small_inputs(*shape), **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def interpreted_half_precision(dtype):
+    check_small(*small_inputs(1, 2, 1, 40, 40, 16, dtype=dtype), softcap=2.0, window=20)
+
+
+@pytest.mark.parametrize("blocks", [(16, 16), (16, 32), (64, 16), (32, 64)], ids=str)
+def interpreted_any_blocks(blocks):
+    check_small(*small_inputs(1, 2, 1, 40, 50, 16), window=23, blocks=blocks)
+
+
+@pytest.mark.parametrize("head_dim", [16, 24])
+def interpreted_descriptors(head_dim):
+    """What the copy engine of sm_90 is told: tiles past the end, head dims below the tile's."""
+    check_small(*small_inputs(2, 2, 1, 40, 33, head_dim), tma=True)
+
+
+DOCUMENTS = {
+    "packed": [0] * 10 + [1] * 25 + [2] * 3 + [7] * 12,
+    "one": [3] * 50,
+    "out of order": [5, 5, 1, 9, 1] * 10,
+    "returning": [0] * 20 + [1] * 18 + [0] * 12,
+    "huge": [2**40] * 23 + [2**40 + 1] * 27,
+}
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def interpreted_documents(name):
+    ids = torch.tensor([DOCUMENTS[name]])
+    ids = ids if name == "huge" else ids.int()
+    check_small(*small_inputs(1, 2, 1, 50, 50, 16), documents=ids, causal=name != "returning")
+
+
+def interpreted_documents_with_window():
+    ids = torch.tensor([DOCUMENTS["packed"]]).int().expand(2, -1)
+    check_small(*small_inputs(2, 1, 1, 50, 50, 16), documents=ids, window=9, blocks=(16, 16))
+
+
+def interpreted_document_ranges():
+    """For rows of a block: where their numbers first and last stand, and whether gaplessly."""
+    ids = torch.tensor([[0] * 16 + [1] * 20 + [2] * 4, [4] * 8 + [6] * 8 + [4] * 24])
+    ranges = document_ranges(ids, 16)
+    # the last block of row 0 spans two numbers, those of row 1 between them find a gap
+    expected = [[[0, 16, 1], [16, 36, 1], [16, 40, 0]], [[0, 40, 0], [0, 40, 0], [0, 40, 0]]]
+    assert ranges.tolist() == expected
+
+
+def interpreted_rows_that_see_nothing():
+    """Row C30: with 33 keys, the first 17 of 50 queries see none: zeros, whatever is in memory."""
+    out, grad_q, *_ = check_small(*small_inputs(1, 2, 1, 50, 33, 16))
+    assert (out[:, :, :17] == 0).all() and (grad_q[:, :, :17] == 0).all()
+
+
+def interpreted_inputs_are_only_read_and_runs_agree():
+    tensors = small_inputs(1, 2, 1, 40, 40, 20)
+    before = [t.clone() for t in tensors]
+    options = as_options(tensors[0], causal=True, scale=0.3)
+    first, second = kernels(*tensors, options), kernels(*tensors, options)
+    assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def parts_of_a_row(layout, B, N, M, T, H):
+    """Views of one projection's rows; a gradient that is a view of the merged heads."""
+    if layout == "q | k | v":
+        row = torch.randn(B, T, (N + 2 * M) * H)
+        parts = row.split([N * H, M * H, M * H], -1)
+        q, k, v = (t.unflatten(-1, (-1, H)).transpose(1, 2) for t in parts)
+    elif layout == "by head":
+        q, k, v = torch.randn(B, T, N, 3 * H).transpose(1, 2).chunk(3, -1)
+    elif layout == "by group":
+        groups = torch.randn(B, T, M, N // M + 2, H)
+        q = groups[..., :-2, :].flatten(2, 3).transpose(1, 2)
+        k, v = (groups[..., i, :].transpose(1, 2) for i in (-2, -1))
+    else:
+        q, k, v = torch.randn(T, B, 3, N, H).permute(2, 1, 3, 0, 4)
+    return q, k, v, torch.randn(B, T, N, H).transpose(1, 2)
+
+
+@pytest.mark.parametrize("layout", ["q | k | v", "by head", "by group", "sequence first"])
+def interpreted_parts_of_a_row(layout):
+    """Read in place: no copy of the row's parts is made on the way to the kernels."""
+    M = 2 if layout in ("q | k | v", "by group") else 4
+    q, k, v, grad_out = parts_of_a_row(layout, 2, 4, M, 33, 16)
+    assert all(dense_rows(t) is t for t in (k, v, grad_out))
+    check_small(q, k, v, grad_out)
+
+
+def interpreted_strided_inputs_and_expanded_gradient():
+    q, k, v, _ = small_inputs(2, 2, 1, 40, 40, 16)
+    wide = torch.randn(2, 1, 40, 32)
+    check_small(q, wide[..., ::2], v, torch.ones(1, 1, 1, 1).expand(2, 2, 40, 16))
+    check_small(q, k[:, :1].expand(2, 2, 40, 16), v.expand(2, 2, 40, 16), torch.ones(2, 2, 40, 16))
+
+
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+def interpreted_nan_and_infinity_propagate(where):
+    """To the rows that see them, and to no others."""
+    for value in (float("nan"), float("inf")):
+        q, k, v, grad_out = small_inputs(1, 1, 1, 40, 40, 16)
+        {"q": q, "k": k, "v": v}[where][0, 0, 20, 3] = value
+        out = kernels(q, k, v, grad_out, as_options(q, causal=True, scale=0.3))[0]
+        truth = attention(q, k, v, grad_out, causal=True, scale=0.3)[0]
+        assert torch.equal(out.isnan(), truth.isnan()), (where, value)
+        assert torch.equal(out.isinf(), truth.isinf()), (where, value)

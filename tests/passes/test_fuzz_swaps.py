@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -145,35 +146,6 @@ FORMULAS = {
         second = b * cos + a * sin
         out = torch.cat((first, second), -1)
     """,
-    "swiglu": """
-        gate = F.silu(x)
-        out = gate * y
-    """,
-    "swiglu_spelt_out": """
-        gate = torch.sigmoid(x)
-        gate = x * gate
-        out = y * gate
-    """,
-    "swiglu_packed": """
-        gate = x[..., : D // 2]
-        up = x[..., D // 2 :]
-        gate = F.silu(gate)
-        out = gate * up
-    """,
-    "geglu_erf": """
-        gate = F.gelu(x)
-        out = gate * y
-    """,
-    "geglu_tanh": """
-        gate = F.gelu(x, approximate="tanh")
-        out = y * gate
-    """,
-    "geglu_spelt_out": """
-        cube = x + 0.044715 * x**3
-        bent = torch.tanh(math.sqrt(2 / math.pi) * cube)
-        gate = 0.5 * x * (1 + bent)
-        out = gate * y
-    """,
     "attention": f"""
         {HEADS}
         k = k.repeat_interleave(N // M, 1)
@@ -212,6 +184,8 @@ FORMULAS = {
         out = F.cross_entropy(logits, targets[:, 1:].flatten(), reduction="sum")
     """,
 }
+for _swap in _SWAPS:  # and those that the swaps' own tests bring
+    FORMULAS |= getattr(import_module(f"test_{_swap.__name__}"), "FORMULAS", {})
 
 # --- programs -------------------------------------------------------------------------------------
 

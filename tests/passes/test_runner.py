@@ -187,7 +187,7 @@ def test_order_of_built_in_registered_and_own(registry):
 
 
 def normalised(name):
-    return Pass(name, nothing, nothing, normalised=True)
+    return Pass(name, nothing, nothing, stage="normalised")
 
 
 def test_user_passes_run_on_dynamos_graph_unless_behind_one_of_the_normalised(registry):

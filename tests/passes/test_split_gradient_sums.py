@@ -7,6 +7,9 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
+import xtrain
+from xtrain import passes, torch_compat
+from xtrain.model import Config, Transformer
 from xtrain.ops import OPS
 from xtrain.passes.split_gradient_sums import split_gradient_sums
 
@@ -14,6 +17,7 @@ ADD = torch.ops.aten.add.Tensor
 OP = OPS["dropout_add_rms_norm"]
 GRAD_Y = 3
 SHAPE = (5, 24)
+NAME = "split_gradient_sums"
 
 
 def values(dtype=torch.bfloat16):
@@ -127,11 +131,8 @@ def test_a_see_through_call_keeps_its_sum():
     assert grads_of(module) == ["add_tensor_1"]
 
 
-def test_inductor_runs_it(monkeypatch):
+def test_inductor_runs_it():
     """Through torch.compile: the three users of one norm, with the kernel asked for."""
-    import xtrain.passes.split_gradient_sums as module
-    from xtrain import torch_compat
-
     numbers = []
 
     def spy(graph):
@@ -139,7 +140,6 @@ def test_inductor_runs_it(monkeypatch):
         calls = graph.find_nodes(op="call_function", target=OP.backward)
         numbers.extend(len(n.args[GRAD_Y]) for n in calls)
 
-    monkeypatch.setattr(module, "split_gradient_sums", spy)
     h, weight, _, *_ = values()
     weights = [torch.randn(24, 24) for _ in range(3)]
     zero = torch.zeros((), dtype=torch.int64)
@@ -152,9 +152,69 @@ def test_inductor_runs_it(monkeypatch):
         x, w = h.clone().requires_grad_(), weight.clone().requires_grad_()
         return torch.autograd.grad(function(x, w), (x, w))
 
-    backend = torch_compat.inner_backend("inductor", mode=None, options={}, dynamic=False)
+    options = {"mode": None, "options": {}, "dynamic": False}
+    backend = torch_compat.inner_backend("inductor", **options, backward_pass=spy, backward_key="1")
     with torch._inductor.utils.fresh_cache():
         found = gradients(torch.compile(loss, backend=backend, fullgraph=True))
     assert numbers == [3]
     for value, wanted in zip(found, gradients(loss), strict=True):
         torch.testing.assert_close(value, wanted, rtol=1e-4, atol=1e-4)
+
+
+def trained(**options):
+    """The row of the pass in the report of one training step of two norms, None if it has none."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Transformer(Config.preset("tiny", n_layers=1))
+    compiled = xtrain.compile(model, dropout=0.1, seed=0, **options)
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    with torch._inductor.utils.fresh_cache():
+        compiled(tokens, tokens, return_logits=False)[1].backward()
+    return next((r for r in compiled.report().passes if r.name == NAME), None)
+
+
+def test_the_report_shows_it_behind_a_hook_of_the_users(tmp_path):
+    graphs = []
+    with torch._inductor.config.patch(post_grad_custom_pre_pass=graphs.append):
+        row = trained(dump_graphs=tmp_path)
+    assert len(graphs) == 2  # forward and backward
+    assert (row.num_matched, row.num_replaced) == (2, 0)
+    assert row.skipped == {"inductor sees through the call and fuses its sum": 2}
+    dumps = [path.name for path in sorted((tmp_path / "train_graph_01").iterdir())]
+    assert dumps[-1] == f"{len(passes.PASSES)}_{NAME}.before.py"
+    assert passes.PASSES[-1] == NAME
+
+
+def test_disable_passes_reaches_it():
+    graphs = []
+    options = {"post_grad_custom_pre_pass": graphs.append}
+    assert trained(disable_passes=[NAME], options=options) is None
+    assert len(graphs) == 2
+
+
+def test_no_other_backend_has_it():
+    assert trained(backend="aot_eager") is None
+
+
+def test_the_cache_knows_the_pass_and_the_users_hook():
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class Named(CustomGraphPass):
+        def __call__(self, graph):
+            pass
+
+        def uuid(self):
+            return "named"
+
+    def key(hook, backward_key):
+        options = {} if hook is None else {"post_grad_custom_pre_pass": hook}
+        backend = torch_compat.inner_backend(
+            *("inductor",),
+            **{"mode": None, "options": options, "dynamic": None},
+            **{"backward_pass": split_gradient_sums, "backward_key": backward_key},
+        )
+        return backend.config["post_grad_custom_pre_pass"].uuid()
+
+    keys = [key(None, "a"), key(None, "b"), key(Named(), "a")]
+    assert len(set(keys)) == 3 and None not in keys
+    assert key(print, "a") is None  # a function without a name: inductor caches nothing

@@ -12,6 +12,24 @@ from swapping import assert_left_alone, assert_swapped, c_of, run
 
 from xtrain.passes.use_triton_geglu import use_triton_geglu as swap
 
+# for the random programs of test_fuzz_swaps.py, a line a step
+FORMULAS = {
+    "geglu_erf": """
+        gate = F.gelu(x)
+        out = gate * y
+    """,
+    "geglu_tanh": """
+        gate = F.gelu(x, approximate="tanh")
+        out = y * gate
+    """,
+    "geglu_spelt_out": """
+        cube = x + 0.044715 * x**3
+        bent = torch.tanh(math.sqrt(2 / math.pi) * cube)
+        gate = 0.5 * x * (1 + bent)
+        out = gate * y
+    """,
+}
+
 D, H = 6, 10
 K = math.sqrt(2 / math.pi)
 

@@ -10,6 +10,25 @@ from swapping import assert_left_alone, assert_swapped, run
 
 from xtrain.passes.use_triton_swiglu import use_triton_swiglu as swap
 
+# for the random programs of test_fuzz_swaps.py, a line a step
+FORMULAS = {
+    "swiglu": """
+        gate = F.silu(x)
+        out = gate * y
+    """,
+    "swiglu_spelt_out": """
+        gate = torch.sigmoid(x)
+        gate = x * gate
+        out = y * gate
+    """,
+    "swiglu_packed": """
+        gate = x[..., : D // 2]
+        up = x[..., D // 2 :]
+        gate = F.silu(gate)
+        out = gate * up
+    """,
+}
+
 D, H = 6, 10
 
 

@@ -13,7 +13,12 @@ from xtrain import passes, torch_compat
 from xtrain.compiler.backend_failures import failures_explained
 from xtrain.compiler.seeds import ENTRY_ROOT, Seeds, is_entry, without_locals
 from xtrain.compiler.session import Session, SiteError
-from xtrain.compiler.swaps import compile_swapped, passes_of_normalised_graph, wanted
+from xtrain.compiler.swaps import (
+    OnBackward,
+    compile_swapped,
+    passes_of_normalised_graph,
+    wanted,
+)
 from xtrain.compiler.uncovered import counted, refusal, uncovered_sites, unexplained
 from xtrain.passes import fx_utils
 from xtrain.passes.insert_residual_dropout import InsertResult, insert_residual_dropout
@@ -39,21 +44,30 @@ class Backend:
             report.num_train_graphs += 1
         else:
             report.num_eval_graphs += 1
-        inner = torch_compat.inner_backend(
-            options.backend, mode=options.mode, options=options.options, dynamic=options.dynamic
-        )
         inputs = list(example_inputs)
         inserted = InsertResult()
         general = self._general(module)
         to_run = self._passes(inserted, general, on_cuda=torch_compat.any_on_cuda(inputs))
-        if not to_run:  # nothing to drop, to swap or of the user's: the graph as Dynamo traced it
+        first, second, third = (
+            [p for p in to_run if p.stage == stage]
+            for stage in ("traced", "normalised", "backward")
+        )
+        dump_dir = self._dump_dir() if first or second else None
+        on_backward = OnBackward(third, dump_dir, num_before=len(first) + len(second))
+        inner = torch_compat.inner_backend(
+            options.backend,
+            mode=options.mode,
+            options=options.options,
+            dynamic=options.dynamic,
+            backward_pass=on_backward if third else None,
+            backward_key=passes.cache_key(third),
+        )
+        if not (first or second):  # nothing to drop, to swap or of the user's: as Dynamo traced it
             return self._compile(inner, module, inputs, "")
         key = passes.cache_key(to_run, (options.backend, options.kernels))
         module = fx_utils.clone_graph(module)
-        first = [p for p in to_run if not p.normalised]
-        second = to_run[len(first) :]
-        dump_dir = self._dump_dir()
-        results = passes.run_passes(module, first, dump_dir=dump_dir, num_behind=len(second))
+        behind = len(second) + len(third)
+        results = passes.run_passes(module, first, dump_dir=dump_dir, num_behind=behind)
         report.passes += results if self.training else []
         compile_graph = functools.partial(self._compile, inner, key=key)
         swap = functools.partial(
@@ -62,8 +76,10 @@ class Backend:
             to_run=second,
             dump_dir=dump_dir,
             num_before=len(first),
+            num_behind=len(third),
             compile_graph=compile_graph,
             results=report.passes if self.training else [],
+            on_backward=on_backward,
             verify=options.verify and self.training,
         )
         if not self.drops:

@@ -15,7 +15,7 @@ from torch import fx
 
 from xtrain import torch_compat
 from xtrain.compiler.session import UNTRACEABLE, Session, SiteError
-from xtrain.ops.dropout import FORWARD as DROPOUT_OP
+from xtrain.ops.dropout.op import FORWARD as DROPOUT_OP
 from xtrain.passes import fx_utils
 from xtrain.passes.fx_utils import short_place
 

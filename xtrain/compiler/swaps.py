@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,42 +16,39 @@ from xtrain import passes, torch_compat
 from xtrain.compiler.session import Session
 from xtrain.compiler.verify import VerifiedGraph
 from xtrain.passes import fx_utils
-from xtrain.passes.fuse_dropout_add_rms_norm import fuse_dropout_add_rms_norm
 from xtrain.passes.normalise import normalise
 from xtrain.passes.remove_noop_views import remove_noop_views
-from xtrain.passes.use_triton_geglu import use_triton_geglu
-from xtrain.passes.use_triton_linear_cross_entropy import use_triton_linear_cross_entropy
-from xtrain.passes.use_triton_rms_norm import use_triton_rms_norm
-from xtrain.passes.use_triton_rope import use_triton_rope
-from xtrain.passes.use_triton_sdpa import use_triton_sdpa
-from xtrain.passes.use_triton_swiglu import use_triton_swiglu
+from xtrain.passes.split_gradient_sums import split_gradient_sums
 
 log = logging.getLogger("xtrain.passes")
 
-_SWAPS: tuple[Callable[..., passes.PassResult], ...] = (
-    use_triton_rms_norm,
-    use_triton_rope,
-    use_triton_swiglu,
-    use_triton_geglu,
-    use_triton_sdpa,
-    use_triton_linear_cross_entropy,
-    fuse_dropout_add_rms_norm,
+_SWAPS: tuple[Callable[..., passes.PassResult], ...] = tuple(
+    getattr(import_module(f"xtrain.passes.{name}"), name) for name in passes.SWAPS
 )
 
 
 def passes_of_normalised_graph(session: Session) -> list[passes.Pass]:
-    """Return our passes from `normalise` on, in running order, with their options."""
+    """Return our passes from `normalise` on, in running order, with their options.
+
+    Those of the backward are last.
+    """
     options = session.options
-    entries = [passes.Pass(passes.NORMALISE, normalise, normalise, normalised=True)]
+    entries = [passes.Pass(passes.NORMALISE, normalise, normalise, stage="normalised")]
     for swap in _SWAPS:
         keywords = {"kernels": options.kernels, "backend": options.backend}
-        if swap is use_triton_linear_cross_entropy:
+        if "logits" in inspect.signature(swap).parameters:
             keywords["logits"] = options.logits
         run = functools.partial(swap, **keywords)
-        entry = passes.Pass(swap.__name__, run, swap, tuple(keywords.items()), normalised=True)
+        options_of_swap = tuple(keywords.items())
+        entry = passes.Pass(swap.__name__, run, swap, options_of_swap, stage="normalised")
         entries.append(entry)
     name = remove_noop_views.__name__
-    return [*entries, passes.Pass(name, remove_noop_views, remove_noop_views, normalised=True)]
+    last = passes.Pass(name, remove_noop_views, remove_noop_views, stage="normalised")
+    name = split_gradient_sums.__name__
+    return [
+        *(*entries, last),
+        passes.Pass(name, split_gradient_sums, split_gradient_sums, stage="backward"),
+    ]
 
 
 def wanted(
@@ -69,10 +68,47 @@ def wanted(
     for entry in every:
         if entry.name == passes.INSERT_RESIDUAL_DROPOUT and not drops:
             continue
+        if entry.stage == "backward":
+            chosen += [entry] if options.backend == "inductor" else []
+            continue
         ours = entry.normalised and entry.name in passes.PASSES
         if not ours or swaps or (asked and entry.name == passes.NORMALISE):
             chosen.append(entry)
     return chosen
+
+
+class OnBackward:
+    """The passes of the backward, as inductor calls them on each backward graph of one forward's.
+
+    Dynamo's graph may be cut into pieces (DDP), each with a backward of its own.
+    """
+
+    def __init__(self, to_run: Sequence[passes.Pass], dump_dir: Path | None, *, num_before: int):
+        self._to_run = to_run
+        self._dump_dir = dump_dir
+        self._num_before = num_before
+        self._results = [passes.PassResult(name=p.name) for p in to_run]
+        self._has_run = False
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Run them on a graph of inductor's."""
+        module = graph.owning_module
+        assert module is not None
+        found = passes.run_passes(
+            module, self._to_run, dump_dir=self._dump_dir, num_before=self._num_before
+        )
+        for result, more in zip(self._results, found, strict=True):
+            if not self._has_run:
+                result.skipped.clear()
+            result.add(more)
+        self._has_run = True
+
+    def results(self) -> list[passes.PassResult]:
+        """Return what the passes did so far; a backward compiled later still is counted in it."""
+        if not self._has_run:
+            for result in self._results:
+                result.skipped = {"no backward was lowered: none is needed, or a cache had it": 1}
+        return self._results
 
 
 def compile_swapped(
@@ -83,21 +119,25 @@ def compile_swapped(
     to_run: Sequence[passes.Pass],
     dump_dir: Path | None,
     num_before: int,
+    num_behind: int,
     compile_graph: Callable[[fx.GraphModule, list[Any]], Callable[..., Any]],
     results: list[passes.PassResult],
     verify: bool,
+    on_backward: OnBackward,
 ) -> Callable[..., Any]:
     """Compile a graph with the passes of the normalised graph run on a copy.
 
     If one of ours fails, or the compiler on what they made, the graph itself is compiled: whatever
     goes wrong here costs kernels and nothing else. A failure of the user's passes is raised.
 
-    Args:     num_before: passes that ran on this graph before, for the numbering.
-              results: what receives a PassResult a pass, if they served.
+    Args:     num_before, num_behind: passes before and behind these, for the numbering.
+              results: what receives a PassResult a pass, if they served, on_backward's behind.
               verify: hold the first step against the graph without them.
     """
     if not to_run:
-        return compile_graph(module, inputs)
+        compiled = compile_graph(module, inputs)
+        results += on_backward.results()
+        return compiled
     has_theirs = any(p.name not in passes.PASSES for p in to_run)
     try:
         copy = fx_utils.clone_graph(module)
@@ -105,7 +145,7 @@ def compile_swapped(
         stages = []
         for number, entry in enumerate(to_run):
             place = num_before + number
-            left = len(to_run) - number - 1
+            left = len(to_run) - number - 1 + num_behind
             found += passes.run_passes(
                 copy, [entry], dump_dir=dump_dir, num_before=place, num_behind=left
             )
@@ -118,11 +158,12 @@ def compile_swapped(
         if theirs or torch_compat.is_for_dynamo(error):
             raise
         compiled = compile_graph(module, inputs)  # raises where the swaps are not at fault
+        results += on_backward.results()
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         log.warning("no kernels are swapped in, dropout stays as it is: %s", reason)
         session.note(f"no kernels are swapped in: {reason}")
         return compiled
-    results += found
+    results += found + on_backward.results()
     if verify and any(r.num_replaced for r in found if r.name in passes.PASSES):
         return VerifiedGraph(
             session,

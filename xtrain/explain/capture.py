@@ -225,7 +225,8 @@ class _WatchedBackend(Backend):
         return run
 
     def _passes(self, *args: Any, **kwargs: Any) -> list[graph_passes.Pass]:
-        return [replace(p, run=self._watched(p)) for p in super()._passes(*args, **kwargs)]
+        found = super()._passes(*args, **kwargs)
+        return [p if p.stage == "backward" else replace(p, run=self._watched(p)) for p in found]
 
     def _watched(self, entry: graph_passes.Pass) -> graph_passes.runner.PassFn:
         def run(graph: fx.Graph) -> graph_passes.PassResult | None:

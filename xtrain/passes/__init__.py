@@ -10,12 +10,14 @@
     use_triton_sdpa           reads through the casts that rope left
     use_triton_linear_cross_entropy
     fuse_dropout_add_rms_norm behind the norms and the dropout that it joins
-    remove_noop_views         last: views and casts that the swaps put back to back
+    remove_noop_views         last on it: views and casts that the swaps put back to back
+    split_gradient_sums       on backward graphs that inductor is about to lower, where alone the
+                              sums of autograd can be seen; behind a hook of the user's there
 
-`after` places a registered pass behind any of these: behind one of the normalised graph it runs
-there, together with it. The passes from normalise on run in training graphs, with kernels other
-than "off" and backends that compile; where only a pass of the user's asks for the normalised graph,
-normalise runs for it alone.
+`after` places a registered pass behind any of these: behind one of the normalised graph, or of the
+backward, it runs there, together with it. The passes from normalise on run in training graphs, with
+kernels other than "off" and backends that compile; where only a pass of the user's asks for the
+normalised graph, normalise runs for it alone. Those of the backward run wherever inductor does.
 
 A pass is a function on one fx.Graph that changes it in place and returns a PassResult; it may look
 into `fx_utils.walk_graphs(graph.owning_module)` for the bodies of checkpointed blocks.
@@ -33,10 +35,9 @@ from xtrain.passes.runner import Pass, PassError, cache_key, run_passes
 
 INSERT_RESIDUAL_DROPOUT = "insert_residual_dropout"
 NORMALISE = "normalise"
-# Names in running order; each stands where it does for the reason in this module's docstring.
-PASSES: tuple[str, ...] = (
-    INSERT_RESIDUAL_DROPOUT,
-    NORMALISE,
+# In running order; each stands where it does for the reason in this module's docstring. File and
+# function of a pass have its name: xtrain.compiler finds them by it.
+SWAPS: tuple[str, ...] = (
     "use_triton_rms_norm",
     "use_triton_rope",
     "use_triton_swiglu",
@@ -44,7 +45,13 @@ PASSES: tuple[str, ...] = (
     "use_triton_sdpa",
     "use_triton_linear_cross_entropy",
     "fuse_dropout_add_rms_norm",
+)
+PASSES: tuple[str, ...] = (
+    INSERT_RESIDUAL_DROPOUT,
+    NORMALISE,
+    *SWAPS,
     "remove_noop_views",
+    "split_gradient_sums",
 )
 
 UserPass = Callable[[fx.Graph], PassResult | None]
@@ -53,6 +60,7 @@ _registered: dict[str, tuple[UserPass, str | None]] = {}
 
 __all__ = [
     "PASSES",
+    "SWAPS",
     "Pass",
     "PassError",
     "PassResult",
@@ -95,7 +103,7 @@ def order(
 ) -> list[Pass]:
     """Return the passes in running order, less disabled; the user's stand before `normalise`.
 
-    A registered pass whose `after` names a pass of the normalised graph runs on that graph.
+    A registered pass whose `after` names a pass of another graph runs on that graph.
 
     Args:     builtin: xtrain's own passes with their options.
               extra: functions, or (name, function) pairs, of one call of xtrain.compile.
@@ -106,13 +114,13 @@ def order(
     passes = list(builtin)
 
     def end_of_first_stage() -> int:
-        return next((i for i, p in enumerate(passes) if p.normalised), len(passes))
+        return next((i for i, p in enumerate(passes) if p.stage != "traced"), len(passes))
 
     for name, (pass_fn, after) in _registered.items():
         names = [p.name for p in passes]
         place = names.index(after) + 1 if after in names else end_of_first_stage()
-        normalised = after in names and passes[place - 1].normalised
-        passes.insert(place, Pass(name, pass_fn, pass_fn, normalised=normalised))
+        stage = passes[place - 1].stage if after in names else "traced"
+        passes.insert(place, Pass(name, pass_fn, pass_fn, stage=stage))
     for item in extra:
         name, pass_fn = _named(item)
         passes.insert(end_of_first_stage(), Pass(name, pass_fn, pass_fn))

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from xtrain import torch_compat
-from xtrain.ops.registry import Op
+from xtrain.ops.core import Op
 from xtrain.passes import fx_utils
 from xtrain.passes.match import Refused, dtype_of, name_of
 

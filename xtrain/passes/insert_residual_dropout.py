@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from xtrain import torch_compat
-from xtrain.ops.dropout import FORWARD as DROPOUT_OP
+from xtrain.ops.dropout.op import FORWARD as DROPOUT_OP
 from xtrain.passes import fx_utils
 from xtrain.passes.find_sites import Found, find_sites
 from xtrain.passes.own_dropouts import (

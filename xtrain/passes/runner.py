@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import fx
 
@@ -38,16 +38,22 @@ class Pass:
     run:        changes the graph in place, returns counts (None counts as nothing matched).
     source:     the function whose source enters the cache key, where `run` is a partial of it.
     options:    values that change what it does; they enter the cache key.
-    normalised: whether it runs on the normalised graph, which may fail without loss of dropout.
     drops:      whether the dropout that was asked for is this pass's work.
+    stage:      the graph it runs on: "traced", Dynamo's own; "normalised", a copy that may fail
+                without loss of dropout; "backward", what inductor is about to lower.
     """
 
     name: str
     run: PassFn
     source: Callable[..., Any]
     options: tuple[tuple[str, object], ...] = ()
-    normalised: bool = False
+    stage: Literal["traced", "normalised", "backward"] = "traced"
     drops: bool = False
+
+    @property
+    def normalised(self) -> bool:
+        """Whether it runs on the normalised graph."""
+        return self.stage == "normalised"
 
 
 def run_passes(

@@ -3,7 +3,7 @@
 Before:  g = a + b + c
          xtrain.dropout_add_rms_norm_backward(h, weight, grad_h, [g], ..., opaque=True)
 After:   xtrain.dropout_add_rms_norm_backward(h, weight, grad_h, [a, b, c], ..., opaque=True)
-Stage:   backward graph that inductor is about to lower (torch_compat.inner_backend installs it).
+Stage:   backward graph that inductor is about to lower.
 Changes numerics: the sum is formed in fp32 instead of in the users' dtype, rounded once less.
 Needs:   sums of one shape and dtype that nothing else reads. Three linears read a norm's output
          (query, key, value), and autograd adds their gradients in a kernel of its own: 8 bytes an
@@ -18,16 +18,20 @@ from torch import fx
 
 from xtrain import torch_compat
 from xtrain.ops import OPS
-from xtrain.ops.dropout_add_rms_norm import KERNEL_GRADS
+from xtrain.ops.dropout_add_rms_norm.op import KERNEL_GRADS
+from xtrain.passes.result import PassResult
 
 BACKWARD = OPS["dropout_add_rms_norm"].backward
 _GRAD_Y = [argument.name for argument in torch_compat.schema(BACKWARD).arguments].index("grad_y")
 
 
-def split_gradient_sums(graph: fx.Graph) -> None:
-    """Split the sums that reach opaque dropout_add_rms_norm_backward calls, in place."""
+def split_gradient_sums(graph: fx.Graph) -> PassResult:
+    """Split the sums that reach dropout_add_rms_norm_backward; counts calls, and those changed."""
+    result = PassResult()
     for node in graph.find_nodes(op="call_function", target=BACKWARD):
+        result.num_matched += 1
         if not torch_compat.says_opaque(node):
+            result.skip("inductor sees through the call and fuses its sum")
             continue
         grads = list(node.args[_GRAD_Y])
         sums: list[fx.Node] = []
@@ -37,8 +41,12 @@ def split_gradient_sums(graph: fx.Graph) -> None:
             sums.append(found)
         if sums:
             node.update_arg(_GRAD_Y, grads)
+            result.num_replaced += 1
+        else:
+            result.skip("its gradient is no sum that nothing else reads")
         for summed in sums:  # from the outermost: each was read by the one before alone
             graph.erase_node(summed)
+    return result
 
 
 def _is_sum(node: object) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from xtrain.ops.dropout import FORWARD as DROPOUT_OP
+from xtrain.ops.dropout.op import FORWARD as DROPOUT_OP
 from xtrain.passes import fx_utils
 from xtrain.rng import SEED_RANGE
 

@@ -25,7 +25,7 @@ from torch import fx
 
 from xtrain import torch_compat
 from xtrain.ops import OPS
-from xtrain.ops.dropout import compute_dtype
+from xtrain.ops.core import compute_dtype
 from xtrain.passes.account import Account
 from xtrain.passes.forms import Forms, check_same_form, emit_cast, emit_op, values_of
 from xtrain.passes.fx_utils import op_name, operand, tensor_meta

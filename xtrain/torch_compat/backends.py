@@ -10,11 +10,19 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 def inner_backend(
-    name: str, *, mode: str | None, options: dict[str, Any], dynamic: bool | None
+    name: str,
+    *,
+    mode: str | None,
+    options: dict[str, Any],
+    dynamic: bool | None,
+    backward_pass: Callable[[torch.fx.Graph], None] | None = None,
+    backward_key: str = "",
 ) -> Callable[..., Callable[..., Any]]:
     """Return one of torch's own backends as (module, inputs) -> callable.
 
     Args:     name: "inductor" | "aot_eager" | "eager".
+              backward_pass: what inductor runs on backward graphs that it is about to lower, behind
+              a hook that the user has set there; backward_key: what its cache knows it by.
 
     For inductor, the bf16 roundings between ops that eager does are kept (design.md, E2), unless
     the options say otherwise.
@@ -22,27 +30,38 @@ def inner_backend(
     if name == "inductor":
         wrapper = torch._TorchCompileInductorWrapper(mode, options, dynamic)
         wrapper.config.setdefault("emulate_precision_casts", True)
-        _add_post_grad_pass(wrapper.config)
+        if backward_pass is not None:
+            _chain_post_grad_pass(wrapper.config, backward_pass, backward_key)
         return wrapper
     return torch._dynamo.lookup_backend(name)
 
 
-def _add_post_grad_pass(config: dict[str, Any]) -> None:
-    """Have inductor run split_gradient_sums on its graphs, unless a user's own pass is there."""
+def _chain_post_grad_pass(
+    config: dict[str, Any], run: Callable[[torch.fx.Graph], None], key: str
+) -> None:
+    """Have inductor run `run` on backward graphs, behind what the user has it run on graphs."""
     from torch._inductor import config as inductor_config
-    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+    from torch._inductor import custom_graph_pass
 
-    from xtrain.passes import split_gradient_sums
+    hook = "post_grad_custom_pre_pass"
+    given = config.get(hook, getattr(inductor_config, hook))
+    theirs = given if isinstance(given, list | tuple) else [] if given is None else [given]
+    aware = custom_graph_pass.CustomInferenceAwareGraphPass
 
-    class SplitGradientSums(CustomGraphPass):
-        def __call__(self, graph: torch.fx.Graph) -> None:
-            split_gradient_sums.split_gradient_sums(graph)
+    class Chained(aware):  # type: ignore[misc, valid-type]
+        def __call__(self, graph: torch.fx.Graph, is_inference: bool) -> None:
+            for their in theirs:
+                known = {"is_inference": is_inference} if isinstance(their, aware) else {}
+                their(graph, **known)
+            if any(n.name.startswith("tangents") for n in graph.find_nodes(op="placeholder")):
+                run(graph)
 
-        def uuid(self) -> bytes:
-            return get_hash_for_files((split_gradient_sums.__file__,))
+        def uuid(self) -> Any:
+            """What inductor's cache knows the hooks by; None, no caching, where one has no name."""
+            names = [their.uuid() if hasattr(their, "uuid") else None for their in theirs]
+            return None if None in names else (key, *names)
 
-    if inductor_config.post_grad_custom_pre_pass is None:
-        config.setdefault("post_grad_custom_pre_pass", SplitGradientSums())
+    config[hook] = Chained()
 
 
 def interpreting_backend(

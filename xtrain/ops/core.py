@@ -1,0 +1,246 @@
+"""How an op is registered, and what the table of ops says about each.
+
+Every op xtrain::<op> has a backward op xtrain::<op>_backward of its own, and each of the two has
+
+    reference       plain PyTorch, the truth (of the pair: autograd through the forward reference)
+    decomposition   plain PyTorch that inductor fuses with its neighbours (torch_compat)
+    kernels         what eager runs on CPU and CUDA; the decomposition where nothing better exists
+    fake            shape, dtype and strides, no values
+
+No op aliases or mutates an input in any branch: a result is always fresh memory.
+
+See-through or opaque: where an op's schema ends in `bool opaque=False`, inductor lowers its
+decomposition and fuses it with its neighbours, unless the call says opaque=True: then the call
+stays one call of the op's own kernel. The choice is part of the call, so that graphs show it and
+compile caches know it; outside inductor it changes nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from xtrain import torch_compat
+from xtrain.ops.launch import replay
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # what kernels of rows and dropout take
+LIBRARY = torch.library.Library("xtrain", "DEF")
+_decompositions: dict[torch._ops.OpOverload, Callable[..., Any]] = {}  # as the schema calls them
+
+
+@dataclass(frozen=True)
+class Op:
+    """One row of `xtrain.ops.OPS`: what tests and benchmarks need to know of an op."""
+
+    public: Callable[..., Any]  # the function users call
+    reference: Callable[..., Any]  # same arguments as public; fp32 (fp64 for fp64) inside
+    forward: torch._ops.OpOverload
+    backward: torch._ops.OpOverload
+    supports: Callable[..., str | None]  # same arguments as public; why the kernel cannot, or None
+    # Same arguments as public: whether, where inductor compiles, the kernel beats the decomposition
+    # on this device, dtype and class of shapes; bench/report_ops.py measures it.
+    prefers_kernel: Callable[..., bool] = lambda *args, **kwargs: False
+
+    @property
+    def name(self) -> str:
+        """What comes behind xtrain:: in its schema."""
+        return self.forward._opname
+
+    @property
+    def decomposition(self) -> Callable[..., Any]:
+        """What inductor sees through the forward; same arguments as it."""
+        return _decompositions[self.forward]
+
+    @property
+    def backward_decomposition(self) -> Callable[..., Any]:
+        """What inductor sees through the backward; same arguments as it."""
+        return _decompositions[self.backward]
+
+
+def define_op(
+    schema: str,
+    *,
+    fake: Callable[..., Any],
+    decomposition: Callable[..., Any],
+    cpu: Callable[..., Any] | None = None,
+    cuda: Callable[..., Any] | None = None,
+    arguments: Callable[..., tuple[Any, ...]] | None = None,
+    replay_state: Callable[[], Any] = lambda: None,
+) -> torch._ops.OpOverload:
+    """Define xtrain::<schema> with its fake, its kernels and its lowering; return the overload.
+
+    Args:     schema: functional: no alias or mutation marks; may end in `bool opaque=False`, which
+              none of the functions below receives.
+              fake: returns empty tensors with exactly the shape, dtype and strides of the kernels.
+              decomposition: pure torch functions on the schema's arguments; traced with symbolic
+              sizes, so it must not build tensors from data or branch on values.
+              cpu, cuda: eager kernels; None means the decomposition. Where the schema has `opaque`,
+              inductor's code calls cuda without the dispatcher (launch/replay.py): all its kernels
+              must go through launch/launching.py.
+              arguments: (the schema's arguments) -> those of all the functions here, where options
+              that the schema lists one by one are one record; None: as they are.
+              replay_state: whatever cuda goes by beside its arguments: torch's switches.
+    """
+    name = schema[: schema.index("(")]
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    overload = getattr(torch.ops.xtrain, name).default
+    adapted = functools.partial(_adapted, overload, arguments)
+    fake = adapted(fake)
+    decomposition = _decompositions[overload] = adapted(decomposition)
+    cpu, cuda = cpu and adapted(cpu), cuda and adapted(cuda)
+    on_device = _on_its_device(cuda) if cuda else decomposition
+    LIBRARY.impl(name, cpu or decomposition, "CPU")
+    LIBRARY.impl(name, on_device, "CUDA")
+    if cuda and torch_compat.position_of_opaque(overload) is not None:
+        replay.CALLS[name] = replay.Replayed(overload, on_device, replay_state)
+        torch_compat.call_in_inductors_code(
+            overload,
+            replay.__name__,
+            f"CALLS[{name!r}]",
+            lambda fixed: f"SITES[{name!r}, {fixed!r}]",
+        )
+
+    def fake_and_lower(*args: Any, **kwargs: Any) -> Any:
+        torch_compat.flush_lowerings()
+        return fake(*args, **kwargs)
+
+    torch.library.register_fake(f"xtrain::{name}", fake_and_lower, lib=LIBRARY)
+    torch_compat.lower_by_decomposition(overload, decomposition)
+    return overload
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return c, in which ops compute: fp64 for fp64, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def opaque(prefers_kernel: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
+    """Return what a public function passes as `opaque`: only a compiler ever reads it."""
+    return torch.compiler.is_compiling() and prefers_kernel(*args, **kwargs)
+
+
+def _adapted(
+    overload: torch._ops.OpOverload,
+    arguments: Callable[..., tuple[Any, ...]] | None,
+    function: Callable[..., Any],
+) -> Any:
+    """Return `function` as the schema calls it: less `opaque`, its arguments as it takes them."""
+    position = torch_compat.position_of_opaque(overload)
+    if position is None and arguments is None:
+        return function
+
+    @functools.wraps(function)
+    def adapted(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop(torch_compat.OPAQUE, None)
+        args = args[:position]
+        if arguments is None:
+            return function(*args, **kwargs)
+        return function(*arguments(*args, **kwargs))
+
+    return adapted
+
+
+def _on_its_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Launch on the GPU of the first argument: Triton launches on the current one."""
+
+    @functools.wraps(kernel)
+    def on_device(*args: Any, **kwargs: Any) -> Any:
+        with torch.cuda.device_of(args[0]):
+            return kernel(*args, **kwargs)
+
+    return on_device
+
+
+def define_autograd(
+    op: torch._ops.OpOverload,
+    backward: Callable[..., Any],
+    setup_context: Callable[..., None],
+) -> None:
+    """Give op its derivative.
+
+    Args:     backward: (ctx, *grad_outputs) -> one gradient or None per schema argument; calls
+              xtrain::<op>_backward and nothing heavier, so that a compiled graph holds one node.
+              setup_context: (ctx, inputs, output), with these parameter names: torch passes them
+              by keyword.
+    """
+    kernel = torch_compat.autograd_kernel(op, backward, setup_context)
+    LIBRARY.impl(op._opname, kernel, "Autograd", with_keyset=True)
+
+
+def define_autograd_of_inputs(
+    op: torch._ops.OpOverload, backward_op: torch._ops.OpOverload, *, num_tensors: int
+) -> None:
+    """Give op the derivative backward_op(grad_out, *the arguments of op), which has none itself.
+
+    Args:     num_tensors: how many arguments, from the first on, are saved and have a gradient.
+    """
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.constants = inputs[num_tensors:]
+        ctx.save_for_backward(*inputs[:num_tensors])
+
+    def backward(ctx: Any, grad_out: Any) -> tuple[Any, ...]:
+        grads = backward_op(grad_out, *ctx.saved_tensors, *ctx.constants)
+        grads = (grads,) if isinstance(grads, torch.Tensor) else grads
+        return *grads, *(None for _ in ctx.constants)
+
+    define_autograd(op, backward, setup_context)
+    forbid_second_derivative(backward_op)
+
+
+def define_masked_vmap(op: torch._ops.OpOverload, num_tensors: int, seed: int) -> None:
+    """Map an op that drops elements over rows: the mask is that of the op on all rows together.
+
+    The rows of a backward are cotangents of one value and share its mask: torch's loop over rows is
+    right there.
+
+    Args:     num_tensors: how many arguments, from the first on, have x's shape.
+              seed: position of the seed; the offset stands behind it.
+    """
+
+    def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
+        if info.randomness == "same":
+            raise RuntimeError(
+                f"{op.name()} under vmap draws a mask for each row; for one mask in all rows "
+                "(randomness='same') multiply by ops.dropout_mask, made outside of the vmap"
+            )
+        moved = [a if d is None else a.movedim(d, 0) for a, d in zip(args, in_dims, strict=True)]
+        mapped = [d is not None for d in in_dims]
+        if not any(mapped[num_tensors:]):
+            rows = (info.batch_size,)
+            whole = [
+                a if is_mapped else a.expand(*rows, *a.shape)
+                for a, is_mapped in zip(moved[:num_tensors], mapped, strict=False)
+            ]
+            return _on_first_dim(op(*whole, *moved[num_tensors:]))
+        results = []
+        for i in range(info.batch_size):
+            row = [a[i] if is_mapped else a for a, is_mapped in zip(moved, mapped, strict=True)]
+            if not mapped[seed] and not mapped[seed + 1]:
+                row[seed + 1] = row[seed + 1] + i * row[0].numel()
+            results.append(op(*row))
+        if isinstance(results[0], tuple):
+            return _on_first_dim(tuple(map(torch.stack, zip(*results, strict=True))))
+        return _on_first_dim(torch.stack(results))
+
+    torch.library.register_vmap(op.name(), rule, lib=LIBRARY)
+
+
+def _on_first_dim(result: Any) -> Any:
+    return result, tuple(0 for _ in result) if isinstance(result, tuple) else 0
+
+
+def forbid_second_derivative(backward_op: torch._ops.OpOverload) -> None:
+    """Make a derivative of backward_op raise; without this autograd would look into its kernels."""
+
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        raise NotImplementedError(
+            f"{backward_op.name()} has no derivative: for second derivatives differentiate the "
+            "op's reference in plain PyTorch (xtrain.ops.OPS[name].reference)"
+        )
+
+    torch.library.register_autograd(backward_op.name(), backward, lib=LIBRARY)
