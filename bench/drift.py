@@ -14,8 +14,8 @@ from bench.models import autocast, build_config
 from bench.variants import Setting
 from xtrain import compile as xtrain_compile
 from xtrain import drift
-from xtrain.drift.models import draw_tokens, draw_weights
-from xtrain.drift.report import as_text
+from xtrain.drift.comparison.report import as_text
+from xtrain.drift.recording.subject import draw_tokens, draw_weights
 from xtrain.model import Transformer
 
 MAX_TOKENS = 256  # of the sequence: the logits of every position are kept

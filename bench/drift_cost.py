@@ -23,7 +23,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from xtrain import drift  # noqa: E402
-from xtrain.drift.models import draw_tokens, load  # noqa: E402
+from xtrain.drift.recording.subject import draw_tokens, load  # noqa: E402
 
 
 def main() -> int:

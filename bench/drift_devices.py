@@ -18,9 +18,9 @@ from tabulate import tabulate
 
 from bench.drift_margins import Margins, gather
 from xtrain.drift import Comparison, compare
-from xtrain.drift.factors import run_child
-from xtrain.drift.record_folder import Record
-from xtrain.drift.report import size_text
+from xtrain.drift.bisection.factors import run_child
+from xtrain.drift.comparison.report import size_text
+from xtrain.drift.recording.format import Record
 
 FLAGS = ("record", "small", "--threads=1")  # and what else record does by default
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from xtrain.drift import compare
-from xtrain.drift.margins import ENDS, find_loop
-from xtrain.drift.report import context
+from xtrain.drift.comparison.margins import ENDS, find_loop
+from xtrain.drift.comparison.report import context
 
 
 @dataclass

@@ -27,8 +27,8 @@ if str(ROOT) not in sys.path:
 from bench import drift_devices  # noqa: E402
 from bench.drift_margins import Margins, gather, margins_text, ratio_text  # noqa: E402
 from bench.harness import git_commit  # noqa: E402
-from xtrain.drift.factors import run_child  # noqa: E402
-from xtrain.drift.record_folder import Record  # noqa: E402
+from xtrain.drift.bisection.factors import run_child  # noqa: E402
+from xtrain.drift.recording.format import Record  # noqa: E402
 
 PIECE = 25  # prompts of one record of the margins: a few minutes of one core
 FEW, FEW_TOKENS = 8, 24

@@ -10,9 +10,9 @@ from drift_models import subject
 from torch import nn
 
 from xtrain.drift import Record, compare
-from xtrain.drift.page import page
-from xtrain.drift.recording import Settings, record_prompts
-from xtrain.drift.report import as_json, as_text, context
+from xtrain.drift.comparison.report import as_json, as_text, context, page
+from xtrain.drift.recording.recorder import record_prompts
+from xtrain.drift.settings import Run
 
 WORDS = ["a ", "longer ", "I ", "considerably ", "of ", "\u20ac", "x ", "extraordinarily "]
 CHOSEN = [1, 7, 0, 0, 2, 3, 0, 6, 7, 0]
@@ -36,7 +36,7 @@ def recorded(tight, decode, shift=0.0, **settings):
     model = subject(Scripted(tight, shift), 8)
     model.decode = decode
     prompt = [{"tokens": [4, 4], "text": "of of "}]
-    return record_prompts(model, prompt, Settings(num_tokens=len(CHOSEN), **settings))
+    return record_prompts(model, prompt, Run(num_tokens=len(CHOSEN), **settings))
 
 
 def words(ids):
@@ -72,7 +72,7 @@ def test_a_character_of_several_tokens():
         model = subject(Bytes(tight), 8)
         model.decode = decode
         prompt = [{"tokens": [4, 4], "text": ""}]
-        found = record_prompts(model, prompt, Settings(num_tokens=5))
+        found = record_prompts(model, prompt, Run(num_tokens=5))
         assert found.cases[0].text == "longer \u20acz"
         assert context(found, compare(found, found).smallest_margin) == repr(text)
 
@@ -80,12 +80,12 @@ def test_a_character_of_several_tokens():
 def test_records_from_before_have_the_share_of_the_text(tmp_path):
     """Their steps do not say where the text of a token ends; forged numbers are refused."""
     from xtrain.drift import DriftError
-    from xtrain.drift.storage import file_hash, write_json
+    from xtrain.drift.recording.tensors import file_hash, write_json
 
     model = subject(Scripted(6), 8)
     model.decode = lambda ids: "y" * len(ids)
     prompt = [{"tokens": [4, 4], "text": "of of "}]
-    record_prompts(model, prompt, Settings(num_tokens=10), out=tmp_path / "r")
+    record_prompts(model, prompt, Run(num_tokens=10), out=tmp_path / "r")
     path, manifest = tmp_path / "r" / "case_0000.json", tmp_path / "r" / "manifest.json"
     contents = json.loads(path.read_text())
     assert [step.pop("text_end") for step in contents["steps"]] == list(range(10))

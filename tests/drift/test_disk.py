@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from xtrain import drift
-from xtrain.drift import storage
 from xtrain.drift.command import main
+from xtrain.drift.recording import tensors as storage
 
 
 def full(*_, **__):

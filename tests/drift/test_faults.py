@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from xtrain.drift import DriftError, compare, record
-from xtrain.drift.models import draw_weights
-from xtrain.drift.report import as_text
+from xtrain.drift.comparison.report import as_text
+from xtrain.drift.recording.subject import draw_weights
 
 VOCAB, DIM, HEADS = 32, 16, 4
 

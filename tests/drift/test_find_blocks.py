@@ -7,8 +7,8 @@ from drift_models import Gate, Scale, next_up, tokens
 from torch import nn
 
 from xtrain.drift import compare, record
-from xtrain.drift.models import draw_weights
-from xtrain.drift.observe import find_blocks
+from xtrain.drift.recording.observe import find_blocks
+from xtrain.drift.recording.subject import draw_weights
 
 
 class Other(nn.Module):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from xtrain.drift import DriftError, Record
-from xtrain.drift.bisect_command import _record_arguments
-from xtrain.drift.bisect_runs import Plan
+from xtrain.drift.bisection.command import _record_arguments
+from xtrain.drift.bisection.factors import parse_all
+from xtrain.drift.bisection.plan import Plan
 from xtrain.drift.command import build_parser, main
-from xtrain.drift.factors import parse_all
-from xtrain.drift.flag_use import check_use
+from xtrain.drift.settings import check_use
 
 RECORD = ["record", "--out", "x", "tiny"]
 WITHOUT_EFFECT = [

@@ -12,7 +12,7 @@ from forge import damage_files, damage_json, damage_text, put
 from test_training import train
 
 from xtrain.drift.command import main
-from xtrain.drift.training_folder import compare_training
+from xtrain.drift.comparison.training import compare_training
 
 STEP = "rank_0000/step_00000001.json"
 START = "rank_0000/start.json"

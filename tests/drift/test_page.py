@@ -12,13 +12,12 @@ import torch
 from torch import nn
 
 from xtrain.drift import compare, record
-from xtrain.drift.margins import margins
-from xtrain.drift.models import Subject
-from xtrain.drift.page import page
-from xtrain.drift.recording import Settings, record_prompts
-from xtrain.drift.report import as_text
-from xtrain.drift.svg import Axis, line_plot, linear_axis, log_axis, scatter_plot
-from xtrain.drift.weights import hash_weights
+from xtrain.drift.comparison.margins import margins
+from xtrain.drift.comparison.report import as_text, page, training_page
+from xtrain.drift.recording.recorder import record_prompts
+from xtrain.drift.recording.subject import Subject, hash_weights
+from xtrain.drift.settings import Run
+from xtrain.report import BAD, FIRST, line_plot, scatter_plot
 
 
 class Counting(nn.Module):
@@ -42,7 +41,7 @@ def decoded(model, num_tokens, *lengths, decode="greedy"):
     prompts = [{"tokens": [1] * n, "text": "x" * n} for n in lengths]
     subject = Subject(model, {"kind": "test"}, 8, None, weights=hash_weights(model))
     subject.decode = lambda ids: "y" * len(ids)
-    return record_prompts(subject, prompts, Settings(num_tokens=num_tokens, decode=decode))
+    return record_prompts(subject, prompts, Run(num_tokens=num_tokens, decode=decode))
 
 
 def test_margins_by_step_and_at_both_ends():
@@ -75,30 +74,45 @@ def test_the_report_and_the_page_say_it():
     for svg in re.findall(r"<svg.*?</svg>", html, re.S):
         ElementTree.fromstring(svg)  # well-formed
         assert "nan" not in svg
-    assert html.count('<circle class="dot s0"') >= 24
+    assert html.count("<title>prompt ") == 24 and html.count("<title>A step ") == 12
     # else a browser gives long values beside them the width, and breaks names letter by letter
     assert "td:first-child code { white-space: nowrap; }" in html
     assert f'<div class="value">{a.environment["python.version"]}</div>' in html
 
 
-def test_axes():
-    axis = log_axis([0.0, 3e-5, 0.2, math.inf], 100.0, 200.0)
-    assert (axis.low, axis.high) == (-5, 0)
-    assert axis(1e-5) == 100 and axis(1.0) == 200 and axis(10**-2.5) == pytest.approx(150)
-    assert axis(0.0) == 100 and axis(math.inf) == axis(math.nan) == 200
-    assert [label for _, label in axis.ticks()] == [f"1e{n}" for n in range(-5, 1)]
-    steps = linear_axis([0, 99], 0.0, 990.0)
-    assert [label for _, label in steps.ticks()] == ["0", "20", "40", "60", "80"]
-    assert steps.ticks()[1][0] == 200
-    assert [label for _, label in linear_axis([0, 1], 0.0, 1.0).ticks()] == ["0", "1"]
-    assert log_axis([], 0.0, 1.0)(0.5) > 0 and isinstance(log_axis([0.0], 0, 1), Axis)
+def marks_of(plot):
+    """Return (x, y, tip) of each mark, x to the right and y upwards, from the svg alone."""
+    uses = ElementTree.fromstring(plot).iter("{http://www.w3.org/2000/svg}use")
+    found = [(float(u.get("x")), -float(u.get("y")), u[0].text) for u in uses if len(u)]
+    assert all(math.isfinite(value) for x, y, _ in found for value in (x, y))
+    return found
 
 
-def test_text_in_plots_is_escaped():
-    text = scatter_plot("<&>", [(1e-3, 0.1, "s0", 'a "<b>"')], x_label="<", y_label="&", zero="0")
+def test_every_value_has_its_mark_also_where_a_logarithm_has_none():
+    values = [1e-5, 0.0, 10**-2.5, math.inf, math.nan, 1.0]
+    marks = marks_of(line_plot("t", {"a": values}, x_label="step", y_label="y"))
+    assert [tip for *_, tip in marks] == [f"a step {i}: {v:.3g}" for i, v in enumerate(values)]
+    low, zero, middle, inf, nan, high = (y for _, y, _ in marks)
+    assert low == zero and high == inf == nan and middle == pytest.approx((low + high) / 2)
+    steps = [b[0] - a[0] for a, b in zip(marks, marks[1:], strict=False)]
+    assert steps == pytest.approx([steps[0]] * 5) and steps[0] > 0
+    points = {FIRST: [(1e-3, 0.1, "one"), (0.0, 0.1, "two")], BAD: [(0.1, 1e-3, "three")]}
+    text = scatter_plot("t", points, x_label="x", y_label="y", zero="at the edge")
+    one, two, three = marks_of(text)
+    assert [tip for *_, tip in (one, two, three)] == ["one", "two (at the edge)", "three"]
+    assert two[0] == one[0] < three[0] and one[1] == two[1] > three[1]
+    assert text.count("var(--bad)") > 1 and BAD not in text  # dark or light, as the page is
+    for values in ([], [0.0], [math.nan]):
+        marks_of(line_plot("t", {"a": values}, x_label="x", y_label="y"))
+
+
+def test_text_in_plots_and_pages_is_escaped():
+    points = {FIRST: [(1e-3, 0.1, 'a "<b>"')]}
+    text = scatter_plot("<&>", points, x_label="<", y_label="&", zero="0")
     ElementTree.fromstring(text)
     assert "<b>" not in text
-    ElementTree.fromstring(line_plot("t", [("a<", [1.0, math.nan])], x_label="x", y_label="y"))
+    ElementTree.fromstring(line_plot("t", {"a<": [1.0]}, x_label="x", y_label="y"))
+    assert "<b>" not in training_page("<b>", 1) and "&lt;b&gt;" in training_page("<b>", 1)
 
 
 class Choosing(Counting):
@@ -135,7 +149,7 @@ def test_a_narrow_window_moves_plots_and_tables_sideways():
     rules = {selector.strip().split("\n")[-1]: body for selector, body in rules.items()}
     assert "overflow-x: auto" in rules[".scroll"]
     assert "min-width: 32rem" in rules["svg"] and "min-width: 16rem" in rules["td + td > code"]
-    assert "dasharray" in rules[".line.s1"]  # equal lines would hide each other
+    assert "stroke-dasharray" in text  # equal lines would hide each other
 
 
 def test_ops_that_nobody_compared_are_not_called_the_same():

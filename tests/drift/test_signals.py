@@ -15,8 +15,9 @@ import pytest
 from drift_models import Rowwise, decoder, prompts, subject, tokens
 
 from xtrain import drift
-from xtrain.drift.record_folder import RecordWriter
-from xtrain.drift.recording import Settings, record_prompts
+from xtrain.drift.recording.recorder import record_prompts
+from xtrain.drift.recording.writing import RecordWriter
+from xtrain.drift.settings import Run
 
 RECORD = [sys.executable, "-m", "xtrain.drift", "record"]
 LONG = ["tiny", "--tokens=100", "--num-prompts=500", "--threads=1", "--prompt-length=8"]
@@ -84,7 +85,7 @@ def test_a_library_call_keeps_the_signal_handlers_of_its_process(tmp_path):
         seen.append([signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)])
 
     before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)]
-    settings = Settings(num_tokens=1)
+    settings = Run(num_tokens=1)
     record_prompts(
         subject(Rowwise()), prompts([1], [2]), settings, out=tmp_path / "x", progress=during
     )

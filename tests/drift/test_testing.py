@@ -10,9 +10,9 @@ import torch
 from drift_models import Rowwise, decoder, next_up, tokens
 
 from xtrain import drift
-from xtrain.drift.models import Subject
-from xtrain.drift.recording import Settings, record_prompts
-from xtrain.drift.weights import hash_weights
+from xtrain.drift.recording.recorder import record_prompts
+from xtrain.drift.recording.subject import Subject, hash_weights
+from xtrain.drift.settings import Run
 
 
 def test_a_model_that_stays_passes_and_one_that_moves_fails(tmp_path):
@@ -56,7 +56,7 @@ def test_a_baseline_of_decoded_prompts(tmp_path):
     model = Rowwise()
     subject = Subject(model, {"kind": "preset"}, 16, None, weights=hash_weights(model))
     lists = [{"tokens": [1, 2, 3], "text": None}, {"tokens": [4], "text": None}]
-    settings = Settings(num_tokens=3, batch_size=2)
+    settings = Run(num_tokens=3, batch_size=2)
     record_prompts(subject, lists, settings, out=tmp_path / "base.drift")
     assert drift.assert_no_drift(Rowwise(), tmp_path / "base.drift").exit_code == 0
     other = Rowwise()

@@ -13,8 +13,8 @@ from training import running
 
 from xtrain.drift import DriftError
 from xtrain.drift.command import main
-from xtrain.drift.training import TrainingFingerprints
-from xtrain.drift.training_folder import compare_training
+from xtrain.drift.comparison.training import compare_training
+from xtrain.drift.recording.training import TrainingFingerprints
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ def test_one_ulp_of_the_optimiser_state_is_the_first_difference(tmp_path):
 def test_weights_drawn_under_another_cpu_capability_say_how_to_start_alike(tmp_path, monkeypatch):
     for name, capability in (("a", "AVX2"), ("b", "DEFAULT")):
         monkeypatch.setattr(
-            "xtrain.drift.training.collect",
+            "xtrain.drift.recording.training.collect",
             lambda capability=capability: {"torch.aten_cpu_capability": capability},
         )
         model, x = Trained(), torch.arange(12).reshape(2, 6)

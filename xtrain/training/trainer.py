@@ -24,7 +24,7 @@ from xtrain.training.run_folder import RunFolder
 from xtrain.training.update import StepResult, TrainingError, Updater
 
 if TYPE_CHECKING:
-    from xtrain.drift.training import TrainingFingerprints
+    from xtrain.drift.recording.training import TrainingFingerprints
 
 log = logging.getLogger(__name__)
 
@@ -199,7 +199,7 @@ class Trainer:
         every = self.parts.config.run.drift_every
         if not every:
             return None
-        from xtrain.drift.training import TrainingFingerprints
+        from xtrain.drift.recording.training import TrainingFingerprints
 
         return TrainingFingerprints(
             self.parts.run.drift,
