@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+import xxhash
 from drift_models import Rowwise
 from torch import nn
 from training import running
@@ -15,6 +16,8 @@ from xtrain.drift import DriftError
 from xtrain.drift.command import main
 from xtrain.drift.comparison.training import compare_training
 from xtrain.drift.recording.training import TrainingFingerprints
+from xtrain.ops.dropout import dropout_reference
+from xtrain.rng import site_seed
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +59,7 @@ def test_two_equal_runs_are_identical(runs, capsys):
         json.loads(p.read_text()) for p in sorted((folder / "a/drift/rank_0000").glob("step_*"))
     ]
     kinds = [row[0] for row in steps[0]["rows"]]
-    order = ["input", "weight", "op", "loss", "gradient norm", "gradient", "weight"]
+    order = ["input", "weight", "op", "mask", "loss", "gradient norm", "gradient", "weight"]
     assert list(dict.fromkeys(kinds)) == order[:-1] and kinds[-1] == "weight"
     ops = {(row[1], row[2]) for row in steps[0]["rows"] if row[0] == "op"}
     assert ("blocks.0.attention.query", "aten.mm") in ops
@@ -64,11 +67,29 @@ def test_two_equal_runs_are_identical(runs, capsys):
     assert ("embedding (backward)", "aten.embedding_dense_backward") in ops
 
 
+def test_masks_are_those_of_seed_step_and_site(runs):
+    """Against the reference: the first decisions of every site, anew in each step."""
+    folder, _ = runs
+    found = {}
+    for step in (0, 2):
+        path = folder / f"a/drift/rank_0000/step_{step:08d}.json"
+        rows = json.loads(path.read_text())["rows"]
+        found |= {(step, row[1]): (row[4], row[5]) for row in rows if row[0] == "mask"}
+    expected = {}
+    for step in (0, 2):
+        for site in ("attention", "feed_forward"):  # of the only block
+            seed = site_seed(0, step, 0, site)
+            kept = dropout_reference(torch.ones(4096), 0.1, seed) > 0
+            mark = xxhash.xxh3_128_hexdigest(kept.numpy().tobytes())
+            expected[step, f"blocks.0.{site}"] = ([4096], mark)
+    assert found == expected and len({mark for _, mark in found.values()}) == 4
+
+
 @pytest.mark.parametrize(
     ("name", "code", "kind", "where", "op"),
     [
         ("eps", 1, "op", "blocks.0.attention_norm", "aten.add"),  # an op of the first forward
-        ("dropout", 1, "loss", "", ""),  # no op of the plain model: in what was compiled
+        ("dropout", 1, "mask", "blocks.0.attention", ""),  # no op of the plain model
         ("rate", 1, "weight", "embedding.weight", "after the step"),  # loss and gradients equal
         ("seed", 4, "input", "tokens", ""),
     ],

@@ -56,6 +56,7 @@ def render(template: Path, **values: Any) -> str:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        keep_trailing_newline=True,
     )
     return environment.get_template(template.name).render(values)
 

@@ -23,7 +23,7 @@ from xtrain.drift.recording.training_folder import (
     steps,
 )
 
-ANY_MICRO_BATCH = ("weight", "optimizer", "loss", "gradient norm", "gradient")
+ANY_MICRO_BATCH = ("weight", "optimizer", "mask", "loss", "gradient norm", "gradient")
 # where a run's files lie, and what is written or computed beside the steps
 NO_NUMBER = re.compile(
     r"run\.(name|folder|dump_graphs|drift_every)|data\.cache_dir|checkpoint\..*"

@@ -103,10 +103,6 @@ def _is_id(value: Any) -> bool:
     return isinstance(value, int) and -(1 << 63) <= value < 1 << 64  # whatever a model may take
 
 
-def _is_bool(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
 def _is_rounded(value: Any) -> bool:
     return is_object(value) and set(value) <= set(DTYPES) and all(map(is_hash, value.values()))
 
@@ -116,11 +112,8 @@ def _is_key(value: Any) -> bool:
     if not isinstance(value, list) or len(value) not in (3, 5):
         return False
     fits = listed(is_text, 3)(value[:3]) and value[2] in DTYPES
-    return fits and (len(value) == 3 or listed(_is_origin)(value[3]) and is_text(value[4]))
-
-
-def _is_origin(value: Any) -> bool:
-    return type(value) is int and abs(value) < 1 << 31
+    origins = listed(lambda origin: type(origin) is int and abs(origin) < 1 << 31)
+    return fits and (len(value) == 3 or origins(value[3]) and is_text(value[4]))
 
 
 WEIGHT: dict[str, Form] = {
@@ -151,7 +144,7 @@ RECORD: dict[str, Form] = {
     ],
     "tables": lambda value: listed(listed(_is_key))(value) and bool(value),
 }
-EFFECT: dict[str, Form] = {"differs": _is_bool, "max_abs": is_number}
+EFFECT: dict[str, Form] = {"differs": lambda value: isinstance(value, bool), "max_abs": is_number}
 CASE: dict[str, Form] = {
     "text": optional(is_text),
     "steps": [
@@ -243,6 +236,12 @@ class Formula(NamedTuple):
     arguments: str  # the other numbers of the formula: "other=0.5"
 
 
+def _formulas(table: list[Any]) -> tuple[Formula, ...] | None:
+    """Return those of a table of ops; version 1 has none, nor has a table of blocks."""
+    known = all(len(key) > 3 for key in table)
+    return tuple(Formula(tuple(key[3]), key[4]) for key in table) if known else None
+
+
 class Result(NamedTuple):
     """The result of an op or a block, while it is there to be looked at."""
 
@@ -323,9 +322,8 @@ class Step:
 
     def columns(self, kind: str = "ops") -> Columns:
         """Return what is known of them, row by row."""
-        arrays = self.case.arrays
-        names = {item.name: f"{self.prefix}/{kind}/{item.name}" for item in fields(Columns)}
-        found: dict[str, Any] = {name: arrays.get(full) for name, full in names.items()}
+        arrays, prefix = self.case.arrays, f"{self.prefix}/{kind}"
+        found: Any = {item.name: arrays.get(f"{prefix}/{item.name}") for item in fields(Columns)}
         return Columns(**found)
 
     def logits(self) -> tuple[NDArray, str]:
@@ -437,12 +435,7 @@ class Record:
         self.run: dict[str, Any] = {**asdict(Run()), **self.contents["run"]}
         tables = self.contents["tables"]
         self.tables = [tuple(OpKey(*key[:3]) for key in table) for table in tables]
-        self.formulas = [
-            tuple(Formula(tuple(key[3]), key[4]) for key in table)
-            if all(len(key) > 3 for key in table)
-            else None
-            for table in tables
-        ]
+        self.formulas = [_formulas(table) for table in tables]
         self.cases = [Case(self, i) for i in range(len(self.contents["prompts"]))]
         effect = self.contents["observer_effect"]
         if effect is not None:
@@ -490,7 +483,7 @@ def _manifest_files(path: Path) -> dict[str, Any]:
     if not (path / "manifest.json").is_file():
         raise DriftError(f"{path} is no complete record: manifest.json is missing")
     manifest = read_json(path / "manifest.json")
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+    if not is_object(manifest) or manifest.get("format") != FORMAT:
         raise DriftError(f"{path} is no record: manifest.json is not of format {FORMAT}")
     if manifest.get("version") not in READABLE:
         raise DriftError(
@@ -499,21 +492,20 @@ def _manifest_files(path: Path) -> dict[str, Any]:
         )
     files = manifest.get("files")
     try:
-        for name, expected in files.items():  # type: ignore[union-attr]
+        for name, expected in files.items():
             if OURS.fullmatch(name) is None:
                 raise damaged(path / "manifest.json", f"no record has a file {name[:40]!r}")
             _check_file(path, name, expected["bytes"], expected["xxh3_128"])
     except (AttributeError, KeyError, TypeError) as error:
         raise damaged(path / "manifest.json", str(error)) from None
-    return files  # type: ignore[return-value]
+    return files
 
 
 def _check_file(path: Path, name: str, size: Any, digest: Any) -> None:
     file = path / name
     if not file.is_file():
         raise DriftError(f"{path} is damaged: {name} is missing; record again")
-    found = file.stat().st_size
-    if found != size:
+    if (found := file.stat().st_size) != size:
         raise DriftError(f"{file} has {found} bytes, not {str(size)[:40]}; record again")
     if file_hash(file) != digest:
         raise DriftError(f"{file} was changed after it was written; record again")

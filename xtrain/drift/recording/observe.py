@@ -172,10 +172,12 @@ class _WithBlocks(_Logits):
         return logits, list(self.found)
 
 
-class _Observer(torch_compat.PlainDispatchMode):
-    def __init__(self, collector: Collector, origins: Origins):
+class Observer(torch_compat.PlainDispatchMode):
+    """Hands the result of every op that runs inside to a sink, with the module that calls it."""
+
+    def __init__(self, sink: OpSink, origins: Origins):
         super().__init__()
-        self.collector, self.origins = collector, origins
+        self.sink, self.origins = sink, origins
         self.path: list[str] = []  # of the modules that run, the innermost last
         self.paused = False
 
@@ -183,25 +185,38 @@ class _Observer(torch_compat.PlainDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if not self.paused:
-            path = self.path[-1] if self.path else ""
-            record_result(self.collector, self.origins, path, func, args, kwargs, result)
+            place = self.place()
+            record_result(self.sink, self.origins, place, func, args, kwargs, result)
         return result
 
-    def enter(self, path: str) -> Callable[..., None]:
-        """Return the hook that runs before a module."""
-        return lambda module, args: self.path.append(path)
+    def place(self) -> str:
+        """Return the module that is running."""
+        return self.path[-1] if self.path else ""
 
-    def leave(self, path: str, is_block: bool) -> Callable[..., None]:
-        """Return the hook that runs after a module."""
+    @contextmanager
+    def hooks(
+        self, model: nn.Module, left: Callable[[str, Any], None] = lambda path, output: None
+    ) -> Iterator[None]:
+        """Keep track of the module that runs; `left` is called with the output of each."""
+        handles = []
+        for path, module in model.named_modules():
+            enter = lambda module, args, path=path: self.path.append(path)  # noqa: E731
+            handles.append(module.register_forward_pre_hook(enter))
+            leave = self._leave(path, left)
+            handles.append(module.register_forward_hook(leave, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
+    def _leave(self, path: str, left: Callable[[str, Any], None]) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if self.path:
                 self.path.pop()
-            tensor = first_tensor(output) if is_block else None
-            if tensor is not None:
-                self.paused = True  # what the collector computes is none of the model's
-                self.collector.add_block(path, tensor)
-                self.paused = False
+            self.paused = True  # what is computed there is none of the model's
+            left(path, output)
+            self.paused = False
 
         return hook
 
@@ -216,18 +231,15 @@ def observed(
     ops: bool = True,
 ) -> Iterator[None]:
     """Record the ops of what runs inside, unless ops is False, and the outputs of blocks."""
-    observer = _Observer(collector, origins)
-    handles = []
-    for path, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(observer.enter(path)))
-        leave = observer.leave(path, path in blocks)
-        handles.append(module.register_forward_hook(leave, always_call=True))
-    try:
-        with observer if ops else nullcontext():
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+
+    def left(path: str, output: Any) -> None:
+        tensor = first_tensor(output) if path in blocks else None
+        if tensor is not None:
+            collector.add_block(path, tensor)
+
+    observer = Observer(collector, origins)
+    with observer.hooks(model, left), observer if ops else nullcontext():
+        yield
 
 
 class OpSink(Protocol):

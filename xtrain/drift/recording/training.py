@@ -1,17 +1,18 @@
 """Fingerprints of a training run: every N steps, what went in, each op, what came out.
 
 A compiled step cannot be watched from inside. The ops are those of an extra forward and backward of
-the plain model on the step's first micro-batch, without dropout, with the same weights: if those
-are equal in two runs and the loss is not, the difference lies in what was compiled or in dropout.
-It draws no random number and leaves no gradient, so that a run is bitwise the same with it.
+the plain model on the step's first micro-batch, without dropout, with the same weights. A site's
+mask is a function of (seed, step, site) and its first decisions are drawn once more: if ops and
+masks are equal in two runs and the loss is not, the difference lies in what was compiled. It moves
+no generator and leaves no gradient, so that a run is bitwise the same with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from xtrain import torch_compat
 from xtrain.drift.recording.environment import collect
 from xtrain.drift.recording.format import json_number
-from xtrain.drift.recording.observe import Origins, record_result
+from xtrain.drift.recording.observe import Observer, OpSink, Origins
 from xtrain.drift.recording.tensors import fingerprint, write_json
 from xtrain.drift.recording.training_folder import (
     FORMAT,
@@ -30,6 +31,15 @@ from xtrain.drift.recording.training_folder import (
     step_file,
 )
 from xtrain.drift.recording.writing import to_bits
+from xtrain.ops import dropout
+from xtrain.optim import named_state
+from xtrain.rng import site_seed
+
+if TYPE_CHECKING:
+    from xtrain.compiler.report import Site
+    from xtrain.training.trainer import Trainer
+
+DECISIONS = 4096  # of a mask, which a fingerprint is of
 
 
 class TrainingFingerprints:
@@ -46,10 +56,12 @@ class TrainingFingerprints:
         rank: int = 0,
         configuration: Mapping[str, Any] | None = None,
         optimizer_state: Callable[[], Mapping[str, Tensor]] = dict,
+        masks: Callable[[int], Mapping[str, Tensor]] = lambda step: {},
     ):
         self.folder = rank_folder(folder, rank)
         self.model, self.every, self.autocast, self.rank = model, every, autocast, rank
         self.optimizer_state = optimizer_state  # name -> tensor
+        self.masks = masks  # of a step: site -> decisions
         self.rows: list[Row] = []
         self.formulas: list[list[Any]] = []  # of the ops
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -91,6 +103,8 @@ class TrainingFingerprints:
         """Record what a step has done: loss, gradients after clipping, weights."""
         if not self.due(step):
             return
+        for name, tensor in self.masks(step).items():
+            self._add("mask", name, "", tensor)
         self._add("loss", "", "", torch.tensor(loss))
         self._add("gradient norm", "", "", torch.tensor(grad_norm))
         for name, parameter in self.model.named_parameters():
@@ -124,42 +138,52 @@ class TrainingFingerprints:
         self.rows.append(Row(kind, path, op, dtype, shape, mark.hash.hex(), statistics))
 
 
-class _TrainingObserver(torch_compat.PlainDispatchMode):
+class _TrainingObserver(Observer):
     """Names ops by module in forward, and by the module of their forward op in backward."""
 
-    def __init__(self, sink: TrainingFingerprints, origins: Origins):
-        super().__init__()
-        self.sink, self.origins = sink, origins
-        self.path: list[str] = []
+    def __init__(self, sink: OpSink, origins: Origins):
+        super().__init__(sink, origins)
         self.path_of: dict[int, str] = {}  # autograd node -> the module that made it
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+    def place(self) -> str:
+        """Return the module whose op is running, forward or backward."""
         if torch_compat.in_backward():
             number = torch_compat.running_sequence_number()
             path = self.path_of.get(-1 if number is None else number, "")
-            path = f"{path} (backward)".strip()
-        else:
-            path = self.path[-1] if self.path else ""
-            self.path_of[torch_compat.last_sequence_number()] = path
-        record_result(self.sink, self.origins, path, func, args, kwargs, result)
-        return result
+            return f"{path} (backward)".strip()
+        self.path_of[torch_compat.last_sequence_number()] = super().place()
+        return super().place()
 
-    @contextmanager
-    def hooks(self, model: nn.Module) -> Iterator[None]:
-        """Keep track of the module that runs."""
-        handles = []
-        for path, module in model.named_modules():
-            enter = lambda module, args, path=path: self.path.append(path)  # noqa: E731
-            handles.append(module.register_forward_pre_hook(enter))
-            handles.append(module.register_forward_hook(self._leave, always_call=True))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self.path:
-            self.path.pop()
+def fingerprints_of(trainer: Trainer) -> TrainingFingerprints:
+    """Return what writes the fingerprints of a run beside its steps, as its configuration says."""
+    parts = trainer.parts
+    return TrainingFingerprints(
+        parts.run.drift,
+        parts.model,
+        every=parts.config.run.drift_every,
+        autocast=trainer.autocast,
+        first_step=trainer.first_step,
+        rank=torch.distributed.get_rank() if torch.distributed.is_initialized() else 0,
+        configuration=parts.config.to_dict(),
+        optimizer_state=lambda: named_state(trainer.optimizer, trainer.names),
+        masks=lambda step: masks_of(
+            parts.compiled.report().sites,
+            parts.config.model.dropout,
+            parts.config.train.seed,
+            step,
+            trainer.device,
+        ),
+    )
+
+
+def masks_of(
+    sites: Sequence[Site], p: float, seed: int, step: int, device: torch.device
+) -> dict[str, Tensor]:
+    """Return, of each site that xtrain drops out, the first decisions of its mask at a step."""
+    ones = torch.ones(DECISIONS, device=device)
+    return {
+        site.name: dropout(ones, p, site_seed(seed, step, site.layer, site.site)) > 0
+        for site in sites
+        if site.dropout == "xtrain"
+    }

@@ -4,7 +4,7 @@
         start.json              format, environment, configuration, names of the weights
         step_00000000.json      one recorded step, in the order in which things happen:
                                 input, weight and optimiser state (before), op
-                                (forward, then backward), loss, gradient, weight after
+                                (forward, then backward), mask, loss, gradient, weight after
 
 Each file carries its own hash.
 """
@@ -33,7 +33,7 @@ STEP_FILE = re.compile(r"step_(\d{8,18})\.json")
 class Row(NamedTuple):
     """One fingerprint of a step; each field with the check that it passes in a file."""
 
-    kind: Annotated[str, is_text]  # input, weight, optimizer, op, loss, gradient norm, gradient
+    kind: Annotated[str, is_text]  # input, weight, optimizer, op, mask, loss, gradient (norm)
     path: Annotated[str, is_text]
     op: Annotated[str, is_text]
     dtype: Annotated[str, one_of(DTYPES)]
