@@ -7,9 +7,8 @@
         case_0000.safetensors       per step: hashes, shapes, statistics, samples, logits, rows
         values_0000.safetensors     per step and op the whole tensor, with --tensors
 
-Each thing is declared once, and writer, reader and checks follow: a key of a JSON file in the
-tables below, a setting in xtrain.drift.settings.Run, what is kept of every op and block as a field
-of Columns. docs/drift.md describes them all.
+Each is declared once, and writer, reader and checks follow: a key of a JSON file in the tables
+below, a setting in settings.Run, what is kept of every op and block as a field of Columns.
 
 The manifest finds what was damaged by chance. A file that was edited together with its manifest
 passes there, and is refused by the name of its field or tensor instead of failing somewhere in a
@@ -52,7 +51,7 @@ READABLE = (1, 2)  # 1 has no operands and keeps no small result whole
 # what an operand is that no op of the forward has computed; the next weight is one less
 INPUT, UNKNOWN, FIRST_WEIGHT = -1, -2, -3
 MAX_DIMS = 8
-# what a file of a record is called; others in its folder are none of it
+# what its files are called; others in its folder are none of it
 OURS = re.compile(r"record\.json|case_\d+\.(json|safetensors)|values_\d+\.safetensors")
 
 
@@ -168,8 +167,8 @@ def _check_record(contents: Any, path: Path) -> None:
     names = [weight["name"] for weight in contents["model"]["weights"]]
     if len(set(names)) < len(names):
         raise damaged(path, "model.weights has a name twice")
-    if contents["observer_effect"] is not None:
-        check_fields(contents["observer_effect"], EFFECT, path, "observer_effect.")
+    if (effect := contents["observer_effect"]) is not None:
+        check_fields(effect, EFFECT, path, "observer_effect.")
     if not contents["prompts"]:
         raise damaged(path, "prompts is []")
     for number, prompt in enumerate(contents["prompts"]):
@@ -437,8 +436,7 @@ class Record:
         self.tables = [tuple(OpKey(*key[:3]) for key in table) for table in tables]
         self.formulas = [_formulas(table) for table in tables]
         self.cases = [Case(self, i) for i in range(len(self.contents["prompts"]))]
-        effect = self.contents["observer_effect"]
-        if effect is not None:
+        if (effect := self.contents["observer_effect"]) is not None:
             effect["max_abs"] = float(effect["max_abs"])  # "inf" in the file
         _check_names(self)
         for case in self.cases:
