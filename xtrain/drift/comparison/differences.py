@@ -111,12 +111,7 @@ class Unmatched(NamedTuple):
 def align(a: Sequence[OpKey], b: Sequence[OpKey]) -> Alignment:
     """Return the common order of (path, op) alone, whatever the dtypes: of blocks."""
     pairs = common_order([key[:2] for key in a], [key[:2] for key in b])
-    used_a, used_b = {i for i, _ in pairs}, {j for _, j in pairs}
-    return Alignment(
-        np.array(pairs, np.int64).reshape(-1, 2),
-        tuple(i for i in range(len(a)) if i not in used_a),
-        tuple(j for j in range(len(b)) if j not in used_b),
-    )
+    return Alignment.of(pairs, len(a), len(b))
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,16 @@ class Alignment:
     only_a: tuple[int, ...]
     only_b: tuple[int, ...]
 
+    @classmethod
+    def of(cls, pairs: Sequence[tuple[int, int]], num_a: int, num_b: int) -> Alignment:
+        """Return the alignment of tables of some lengths; what is in no pair is one side's."""
+        used_a, used_b = {i for i, _ in pairs}, {j for _, j in pairs}
+        return cls(
+            np.array(pairs, np.int64).reshape(-1, 2),
+            tuple(i for i in range(num_a) if i not in used_a),
+            tuple(j for j in range(num_b) if j not in used_b),
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class Ops:
@@ -191,10 +201,7 @@ class _Search:
         for mark in marks[3:] if self.recorded else ():
             self._pair_equal(mark)
         rows = [(i, j) for i, j in enumerate(self.partner[0]) if j >= 0]
-        only_a, only_b = (
-            tuple(i for i, other in enumerate(found) if other < 0) for found in self.partner
-        )
-        return Alignment(np.array(rows, np.int64).reshape(-1, 2), only_a, only_b)
+        return Alignment.of(rows, *map(len, self.partner))
 
     def _pair(self, i: int, j: int) -> None:
         self.partner[0][i], self.partner[1][j] = j, i

@@ -47,6 +47,8 @@ from xtrain.drift.recording.writing import (
 )
 from xtrain.drift.settings import Run
 
+PADDING_ID = 0  # to the right of what counts: a causal model's real tokens never see it
+
 
 def record(
     model: nn.Module,
@@ -89,8 +91,13 @@ def record(
         tensors=tensors,
         warm_up=warm_up,
     )
+    lengths = [len(prompt["tokens"] or "-") for prompt in prompts]
     with _Recording(of_library(model, 0), prompts, settings, out, overwrite) as recording:
-        recording.forward(named)
+        cases = recording.cases(range(len(prompts)))
+        layout = recording.layout(len(prompts), max(lengths), lengths)
+        recording.forward(cases, named, layout, [slice(None)] * len(prompts))
+        for case in cases:
+            case.close(None)
     return recording.result()
 
 
@@ -114,9 +121,13 @@ def record_prompts(
     Raises: DriftError for prompts that exceed the model's context, and as `record` does.
     """
     _check_lengths(subject, prompts, settings)
-    loop = decode if settings.decode else forward_only
+    loop = {None: _all_positions, "generate": _generate}.get(settings.decode, _own_loop)
     with _Recording(subject, prompts, settings, out, overwrite) as recording:
-        loop(recording, progress)
+        done = 0
+        for numbers in _groups(prompts, settings):
+            loop(recording, numbers)
+            done += len(numbers)
+            progress(f"{done}/{len(prompts)} prompts")
     return recording.result()
 
 
@@ -207,22 +218,42 @@ class _Recording:
             self.runner.note_effect(logits, unobserved)
         return logits[..., : self.subject.vocab_size] if self.subject.vocab_size else logits
 
-    def forward(self, inputs: Mapping[str, Any]) -> None:
-        """Record one forward with all its positions."""
-        batch = len(self.prompts)
-        cases = self.cases(range(batch))
-        lengths = [len(prompt["tokens"] or "-") for prompt in self.prompts]
-        layout = self.layout(batch, max(lengths), lengths)
-        collector = Collector(layout, cases, [slice(None)] * batch)
-        logits = self.run(inputs, collector, ops=True)
-        if len(logits) != batch:
+    def batch(self, tokens: Sequence[Sequence[int]]) -> tuple[dict[str, Tensor], Layout]:
+        """Return the inputs of a forward, padded and filled up, and which part is whose."""
+        lengths, size = [len(row) for row in tokens], self.settings.batch_size
+        width = max(self.settings.pad_to or 0, *lengths)
+        array = np.full((size, width), PADDING_ID, np.int64)
+        for row, ids in enumerate(_fill(tokens, size)):
+            array[row, : len(ids)] = ids
+        inputs = {"input_ids": torch.from_numpy(array).to(self.settings.device)}
+        return inputs, self.layout(size, width, lengths)
+
+    def forward(
+        self,
+        cases: Sequence[CaseWriter],
+        inputs: Mapping[str, Any],
+        layout: Layout,
+        positions: Sequence[slice],
+        *,
+        ops: bool = True,
+        choose: Callable[[int, Tensor], int] | None = None,
+    ) -> list[list[int]]:
+        """Record one forward, a step of each case, and return the tokens that it chooses.
+
+        choose: gives the token of a row from its logits [1, V]; None: the largest of each position.
+        """
+        collector = Collector(layout, cases, positions)
+        logits = self.run(inputs, collector, ops=ops)
+        if len(logits) != layout.batch:
             raise DriftError(
-                f"the model returns {len(logits)} rows of logits for {batch} of inputs"
+                f"the model returns {len(logits)} rows of logits for {layout.batch} of inputs"
             )
-        steps = [self.step(logits[row], lengths[row]) for row in range(batch)]
+        steps = []
+        for row, length in enumerate(layout.lengths):
+            last = logits[row, positions[row]]
+            steps.append(self.step(last, length, choose and [choose(row, last)]))
         collector.write(steps, logits)
-        for case in cases:
-            case.close(None)
+        return [step["tokens"] for step in steps]
 
     def step(
         self, logits: Tensor, length: int, tokens: Sequence[int] | None = None
@@ -331,111 +362,64 @@ def _check_lengths(subject: Subject, prompts: Sequence[Mapping[str, Any]], setti
         raise DriftError(f"pad_to {pad_to} exceeds the context of {limit}")
 
 
-PADDING_ID = 0  # to the right of what counts: a causal model's real tokens never see it
+# --- decoding ------------------------------------------------------------------------------------
 
 
-def decode(recording: _Recording, progress: Callable[[str], None]) -> None:
-    """Record every prompt of a recording."""
-    loop = _generate if recording.settings.decode == "generate" else _own_loop
-    groups = list(_groups(recording))
-    done = 0
-    for numbers in groups:
-        loop(recording, numbers)
-        done += len(numbers)
-        progress(f"{done}/{len(recording.prompts)} prompts")
-
-
-def forward_only(recording: _Recording, progress: Callable[[str], None]) -> None:
-    """Record one forward of each prompt with all its positions."""
-    done = 0
-    for numbers in _groups(recording):
-        cases = recording.cases(numbers)
-        tokens = [list(recording.prompts[number]["tokens"]) for number in numbers]
-        lengths = [len(row) for row in tokens]
-        positions = [slice(0, n) for n in lengths]
-        inputs, collector = _batch(recording, cases, tokens, positions)
-        logits = recording.run(inputs, collector, ops=True)
-        steps = [recording.step(logits[row, :n], n) for row, n in enumerate(lengths)]
-        collector.write(steps, logits)
-        for case in cases:
-            case.close(None)
-        done += len(numbers)
-        progress(f"{done}/{len(recording.prompts)} prompts")
-
-
-def _batch(
-    recording: _Recording, cases: list[Any], tokens: list[list[int]], positions: list[slice]
-) -> tuple[dict[str, Tensor], Collector]:
-    """Return the inputs of one forward, padded and filled up, and what collects its results."""
-    lengths = [len(row) for row in tokens]
-    width = max(recording.settings.pad_to or 0, *lengths)
-    rows = _fill(tokens, recording.settings.batch_size)
-    array = np.full((len(rows), width), PADDING_ID, np.int64)
-    for row, ids in enumerate(rows):
-        array[row, : len(ids)] = ids
-    inputs = {"input_ids": torch.from_numpy(array).to(recording.settings.device)}
-    layout = recording.layout(len(rows), width, lengths)
-    return inputs, Collector(layout, cases, positions)
-
-
-def _groups(recording: _Recording) -> Iterator[list[int]]:
+def _groups(prompts: Sequence[Mapping[str, Any]], settings: Run) -> Iterator[list[int]]:
     """Yield the prompts of each batch; generate() takes prompts of one length at a time."""
-    size, prompts = recording.settings.batch_size, recording.prompts
     by_length: dict[int, list[int]] = {}
     for number, prompt in enumerate(prompts):
-        key = len(prompt["tokens"]) if recording.settings.decode == "generate" else 0
+        key = len(prompt["tokens"]) if settings.decode == "generate" else 0
         by_length.setdefault(key, []).append(number)
     for numbers in by_length.values():
-        for start in range(0, len(numbers), size):
-            yield numbers[start : start + size]
+        for start in range(0, len(numbers), settings.batch_size):
+            yield numbers[start : start + settings.batch_size]
 
 
-def _fill(rows: list[Any], size: int) -> list[Any]:
+def _fill(rows: Sequence[Any], size: int) -> list[Any]:
     """Return size rows: the last batch is as large as the others, by repeating its prompts."""
     return [rows[i % len(rows)] for i in range(size)]
 
 
+def _all_positions(recording: _Recording, numbers: Sequence[int]) -> None:
+    """Record one forward of each prompt with all its positions."""
+    cases = recording.cases(numbers)
+    inputs, layout = recording.batch([recording.prompts[number]["tokens"] for number in numbers])
+    recording.forward(cases, inputs, layout, [slice(0, n) for n in layout.lengths])
+    for case in cases:
+        case.close(None)
+
+
 def _own_loop(recording: _Recording, numbers: Sequence[int]) -> None:
+    """Record a forward per token; each goes behind its prompt."""
     settings = recording.settings
     cases = recording.cases(numbers)
     tokens = [list(recording.prompts[number]["tokens"]) for number in numbers]
     for step in range(settings.num_tokens):
-        _step(recording, cases, numbers, tokens, step)
+        inputs, layout = recording.batch(tokens)
+        chosen = recording.forward(
+            cases,
+            inputs,
+            layout,
+            [slice(n - 1, n) for n in layout.lengths],
+            ops=settings.op_steps is None or step < settings.op_steps,
+            choose=functools.partial(_choose, recording, numbers, step),
+        )
+        tokens = [row + new for row, new in zip(tokens, chosen, strict=True)]
     for case, number, row in zip(cases, numbers, tokens, strict=True):
         _close(recording, case, row[len(recording.prompts[number]["tokens"]) :])
 
 
-def _step(
-    recording: _Recording,
-    cases: list[Any],
-    numbers: Sequence[int],
-    tokens: list[list[int]],
-    step: int,
-) -> None:
-    """Record one forward and append the token that it chooses to each row."""
-    settings = recording.settings
-    lengths = [len(row) for row in tokens]
-    positions = [slice(n - 1, n) for n in lengths]
-    inputs, collector = _batch(recording, cases, tokens, positions)
-    ops = settings.op_steps is None or step < settings.op_steps
-    logits = recording.run(inputs, collector, ops=ops)
-    steps = []
-    for row, number in enumerate(numbers):
-        last = logits[row, positions[row]]
-        chosen = _choose(recording, last, number, step)
-        steps.append(recording.step(last, lengths[row], [chosen]))
-        tokens[row].append(chosen)
-    collector.write(steps, logits)
-
-
-def _choose(recording: _Recording, logits: Tensor, prompt: int, step: int) -> int:
+def _choose(
+    recording: _Recording, numbers: Sequence[int], step: int, row: int, logits: Tensor
+) -> int:
     settings = recording.settings
     values = logits.detach().cpu().double().numpy()
     if settings.decode == "greedy":
         return greedy(values)[0]
     scaled = (values[0] - values[0].max()) / settings.temperature
     cumulative = np.cumsum(np.exp(scaled))
-    raw = np.random.PCG64([settings.sample_seed, prompt, step]).random_raw()
+    raw = np.random.PCG64([settings.sample_seed, numbers[row], step]).random_raw()
     uniform = (raw >> 11) * 2.0**-53 * cumulative[-1]
     return min(int(np.searchsorted(cumulative, uniform, side="right")), len(cumulative) - 1)
 
