@@ -216,12 +216,12 @@ def writing(path: Path) -> Iterator[None]:
     """Turn what the disk refuses into a DriftError that names the file."""
     try:
         yield
-    except OSError as error:  # NumPy gives no number when the disk fills up in the middle
+    except OSError as error:
         raise DriftError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 class TensorWriter:
-    """Appends tensors to one file; `close` makes it complete. Discarded on an exception."""
+    """Appends tensors to one file; `close` makes it complete."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -236,8 +236,8 @@ class TensorWriter:
         if name in self.entries:
             raise ValueError(f"{name} is in {self.path} already")
         bits = np.asarray(bits, DTYPES[dtype][0], order="C")
-        with writing(self.path):
-            bits.tofile(self.data)
+        with writing(self.path):  # not tofile: of a signal in it NumPy makes a TypeError
+            self.data.write(bits.reshape(-1).view(np.uint8).data)
         end = self.position + bits.nbytes
         offsets = [self.position, end]
         self.entries[name] = {"dtype": dtype, "shape": list(bits.shape), "data_offsets": offsets}
@@ -253,11 +253,6 @@ class TensorWriter:
                 file.write(len(header).to_bytes(8, "little") + header)
                 shutil.copyfileobj(data, file, COPY)
             self.data_path.unlink()
-
-    def discard(self) -> None:
-        """Give up: leave no file."""
-        self.data.close()
-        self.data_path.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
