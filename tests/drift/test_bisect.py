@@ -14,9 +14,16 @@ import torch
 
 from xtrain.drift.bisection import command as packages
 from xtrain.drift.bisection import factors
-from xtrain.drift.bisection.factors import Factor, run_child
+from xtrain.drift.bisection.factors import (
+    Factor,
+    Plan,
+    Run,
+    effects,
+    groups,
+    interactions,
+    run_child,
+)
 from xtrain.drift.bisection.ops import OpRow, picture
-from xtrain.drift.bisection.plan import Plan, Run, effects, groups, interactions
 from xtrain.drift.command import main
 
 SITE = """

@@ -17,8 +17,7 @@ from training import running
 from bench import drift_devices
 from xtrain.drift import DriftError, Record, compare
 from xtrain.drift.bisection.command import _record_arguments
-from xtrain.drift.bisection.factors import parse_all
-from xtrain.drift.bisection.plan import Plan
+from xtrain.drift.bisection.factors import Plan, parse_all
 from xtrain.drift.command import build_parser, main
 from xtrain.drift.settings import check_use
 
@@ -315,7 +314,7 @@ def plan_of(*arguments):
 def test_bisect_refuses_what_no_run_can_use(arguments, message):
     args, plan = plan_of(*arguments)
     with pytest.raises(DriftError, match=message):
-        check_use(args, plan.factors)
+        check_use(args, plan.values)
 
 
 def test_bisect_hands_a_flag_to_the_runs_that_can_use_it():
@@ -323,7 +322,7 @@ def test_bisect_hands_a_flag_to_the_runs_that_can_use_it():
         *("--temperature=2", "--tensors", "--threads=1", "--seed=0"),
         *("--factor=decode=greedy,sample", "--factor=compile=off,on", "--factor=threads=1,2"),
     )
-    check_use(args, plan.factors)
+    check_use(args, plan.values)
     found = {
         setting: _record_arguments(args, plan.named(setting))[2:]
         for setting in (plan.baseline, ("sample", "on", "1"))

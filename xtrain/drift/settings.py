@@ -17,13 +17,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from xtrain.drift.errors import DriftError
 from xtrain.settings import ConfigError, Flag, Settings, flags, option
-
-if TYPE_CHECKING:
-    from xtrain.drift.bisection.factors import Factor
 
 UNSEEN = ("inductor", "unobserved")  # the modes in which no op's result is seen
 MODES = ("eager", "aot_eager", *UNSEEN)
@@ -157,19 +153,15 @@ def fill(args: argparse.Namespace, known: Mapping[str, Flag] = FLAGS) -> argpars
 # --- flags that would do nothing: refused, instead of a record that is not what was asked for -----
 
 
-def values_of(
-    args: argparse.Namespace, factors: Sequence[Factor] | Mapping[str, str] = ()
-) -> dict[str, tuple[str, ...]]:
+Factors = Mapping[str, Sequence[str]]  # bisect's: the values of each by its name
+
+
+def values_of(args: argparse.Namespace, factors: Factors) -> dict[str, Sequence[str]]:
     """Return the values that decode and mode have in the runs: those of a factor, or the flag's."""
-    if not isinstance(factors, Mapping):
-        factors = {factor.name: ",".join(factor.values) for factor in factors}
-    found = {name: factors[name].split(",") for name in ("decode", "mode") if name in factors}
+    found = {name: factors.get(name, (FLAGS[name].value(args),)) for name in ("decode", "mode")}
     if "compile" in factors:
-        words = factors["compile"].split(",")
-        found["mode"] = ["inductor" if word == "on" else "eager" for word in words]
-    for name in ("decode", "mode"):
-        found.setdefault(name, [FLAGS[name].value(args)])
-    return {name: tuple(values) for name, values in found.items()}
+        found["mode"] = ["inductor" if word == "on" else "eager" for word in factors["compile"]]
+    return found
 
 
 def counts(flag: Flag, values: Mapping[str, Sequence[str]]) -> bool:
@@ -179,24 +171,24 @@ def counts(flag: Flag, values: Mapping[str, Sequence[str]]) -> bool:
 
 
 def check_factors(
-    args: argparse.Namespace, factors: Sequence[Factor], known: Mapping[str, Flag] = FLAGS
+    args: argparse.Namespace, factors: Factors, known: Mapping[str, Flag] = FLAGS
 ) -> None:
     """Raise DriftError for a flag whose every run a factor sets to something else."""
-    for factor in factors:
-        flag = known.get(factor.name)
-        if flag and flag.was_given(args) and str(getattr(args, flag.dest)) not in factor.values:
+    for name, values in factors.items():
+        flag = known.get(name)
+        if flag and flag.was_given(args) and str(getattr(args, flag.dest)) not in values:
             raise DriftError(
-                f"{flag.shown(args)} is none of the values of the factor {factor.name} "
-                f"({', '.join(factor.values)}); leave it out"
+                f"{flag.shown(args)} is none of the values of the factor {name} "
+                f"({', '.join(values)}); leave it out"
             )
-        if factor.name == "compile" and "mode" in known and known["mode"].was_given(args):
+        if name == "compile" and "mode" in known and known["mode"].was_given(args):
             raise DriftError(f"--mode {args.mode} is decided by the factor compile; leave it out")
 
 
-def check_use(args: argparse.Namespace, factors: Sequence[Factor] = ()) -> None:
+def check_use(args: argparse.Namespace, factors: Factors | None = None) -> None:
     """Raise DriftError for the first flag that no run would notice."""
-    check_factors(args, factors)
-    values = values_of(args, factors)
+    check_factors(args, factors or {})
+    values = values_of(args, factors or {})
     given = [flag for flag in FLAGS.values() if flag.was_given(args)]
     for flag in given:
         if not counts(flag, values):

@@ -20,8 +20,17 @@ from typing import Any
 
 from tabulate import tabulate
 
-from xtrain.drift.bisection.factors import interpreter, parse_all, run_child
-from xtrain.drift.bisection.plan import Plan, Run, Setting, effects, groups, interactions
+from xtrain.drift.bisection.factors import (
+    Plan,
+    Run,
+    Setting,
+    effects,
+    groups,
+    interactions,
+    interpreter,
+    parse_all,
+    run_child,
+)
 from xtrain.drift.comparison.records import IDENTICAL, NOT_COMPARABLE, compare
 from xtrain.drift.comparison.report import deliver, size_text
 from xtrain.drift.errors import DriftError
@@ -55,7 +64,7 @@ def run_bisect(args: argparse.Namespace) -> int:
     plan = Plan(parse_all(args.factor))
     if not plan.factors:
         raise DriftError("bisect needs at least one --factor NAME=VALUE,VALUE")
-    check_use(args, plan.factors)
+    check_use(args, plan.values)
     if args.packages and not any(factor.name == "python" for factor in plan.factors):
         raise DriftError("--packages compares two Pythons: --factor python=VENV1,VENV2")
     if plan.num_runs() > args.max_runs:
@@ -215,7 +224,7 @@ def _record_arguments(args: argparse.Namespace, named: Mapping[str, str]) -> lis
 
     A flag that one value of a factor has no use for is left out there.
     """
-    values = values_of(args, named)
+    values = values_of(args, {name: (value,) for name, value in named.items()})
     arguments = ["record", args.model]
     for flag in FLAGS.values():
         if flag.was_given(args) and flag.name not in named and counts(flag, values):

@@ -69,7 +69,7 @@ def run_ops(args: argparse.Namespace) -> int:
     """Print the picture; exit code 0 if all bits are equal, else 1."""
     flags = fill(args, FLAGS)
     factors = parse_all(args.factor)
-    check_factors(args, factors, FLAGS)
+    check_factors(args, {f.name: f.values for f in factors}, FLAGS)
     if args.child:
         return _child(flags)
     if not factors or any(len(factor.values) != 2 for factor in factors):
