@@ -5,6 +5,8 @@ C54 is in test_compare.py and test_command.py, C58 in tests/test_train.py and te
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import pytest
 import torch
@@ -125,10 +127,14 @@ def test_threads_that_share_out_a_product(rows):
 LISTS = [[(7 * row + 3 * i) % 16 for i in range(5 + row % 4)] for row in range(16)]
 
 
+@cache
+def each_alone(make):
+    return record_prompts(subject(make()), prompts(*LISTS), Run(num_tokens=1))
+
+
 @pytest.mark.parametrize("pad_to", [None, 64, 128])
 def test_a_fixed_order_of_sums_has_no_shift(pad_to):
-    model = Rowwise()
-    alone = record_prompts(subject(model), prompts(*LISTS), Run(num_tokens=1))
+    model, alone = Rowwise(), each_alone(Rowwise)
     for batch in (1, 2, 8, 16):
         settings = Run(num_tokens=1, batch_size=batch, pad_to=pad_to)
         found = compare(alone, record_prompts(subject(model), prompts(*LISTS), settings))
@@ -139,8 +145,7 @@ def test_a_fixed_order_of_sums_has_no_shift(pad_to):
 @pytest.mark.parametrize(("batch", "pad_to"), [(2, None), (8, 64), (16, 128), (1, 128)])
 def test_a_row_alone_against_its_batch(batch, pad_to):
     """Shifts and margins are those of plain forwards; the rest is the rule of the verdicts."""
-    model = decoder()
-    alone = record_prompts(subject(model), prompts(*LISTS), Run(num_tokens=1))
+    model, alone = decoder(), each_alone(decoder)
     settings = Run(num_tokens=1, batch_size=batch, pad_to=pad_to)
     found = compare(alone, record_prompts(subject(model), prompts(*LISTS), settings))
     shifts, margins = [], []

@@ -159,10 +159,10 @@ def test_the_graph_of_aot_eager_matches_the_dispatch_trace(make):
 
 
 def test_inductor_keeps_block_outputs_and_the_logits_of_the_unobserved_run():
-    model, x = decoder(), tokens(length=11)
+    model, x = decoder(1), tokens(length=11)
     eager, fused = record(model, x), record(model, x, mode="inductor")
     [step] = fused.cases[0].steps
-    assert step.keys() == () and [k.path for k in step.keys("blocks")] == ["blocks.0", "blocks.1"]
+    assert step.keys() == () and [k.path for k in step.keys("blocks")] == ["blocks.0"]
     with torch.no_grad():
         expected, _ = torch.compile(model, dynamic=False)(x)
     np.testing.assert_array_equal(step.logits()[0], expected[0])
@@ -272,9 +272,9 @@ SCRIPT = """
 import sys; sys.path[:0] = [{here!r}]
 import numpy as np, torch
 torch.set_num_threads(1)
-if {busy}:  # unrelated work: other draws, other memory, another model before
-    torch.randn(3000, 30).softmax(-1).sum(); np.random.rand(10)
-    [torch.full((1 << k,), float("nan")) for k in range(16)]
+# unrelated work: other draws, other memory, another model before
+torch.randn(3000, 30).softmax(-1).sum(); np.random.rand(10)
+[torch.full((1 << k,), float("nan")) for k in range(16)]
 from drift_models import decoder, tokens
 from xtrain.drift import record
 record(decoder(), tokens(batch=2), out={out!r})
@@ -283,9 +283,9 @@ record(decoder(), tokens(batch=2), out={out!r})
 
 def test_two_processes_write_the_same_bytes(tmp_path):
     folders = [tmp_path / "a.drift", tmp_path / "b.drift"]
-    for busy, out in enumerate(folders):
-        code = SCRIPT.format(here=str(Path(__file__).parent), busy=bool(busy), out=str(out))
-        subprocess.run([sys.executable, "-c", code], check=True)
+    record(decoder(), tokens(batch=2), out=folders[0])
+    code = SCRIPT.format(here=str(Path(__file__).parent), out=str(folders[1]))
+    subprocess.run([sys.executable, "-c", code], check=True)
     names = sorted(path.name for path in folders[0].iterdir())
     assert names == sorted(path.name for path in folders[1].iterdir()) and "manifest.json" in names
     for name in names:

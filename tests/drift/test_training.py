@@ -15,12 +15,14 @@ from forge import damage_files, damage_json, damage_text, put
 from torch import nn
 from training import running
 
+from xtrain.config import ConfigError, RunConfig
 from xtrain.drift import DriftError
 from xtrain.drift.command import main
 from xtrain.drift.comparison.training import compare_training
 from xtrain.drift.recording.training import TrainingFingerprints
 from xtrain.ops.dropout import dropout_reference
 from xtrain.rng import site_seed
+from xtrain.training import session
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +51,12 @@ def test_fingerprints_leave_the_run_alone(runs):
     """E1: the same losses bit for bit, with and without."""
     _, losses = runs
     assert losses["plain"] == losses["a"] == losses["b"] and len(losses["a"]) == 5
+
+
+def test_a_run_that_nothing_watches_is_refused_where_it_should_be_watched():
+    config = RunConfig().override({"run.drift_every": 2})
+    with pytest.raises(ConfigError, match="run.drift_every is 2 and nothing watches the steps"):
+        session.train(config)
 
 
 def test_two_equal_runs_are_identical(runs, capsys):
