@@ -26,9 +26,9 @@ if str(ROOT) not in sys.path:
 from bench.drift.records import Margins, gather, machines, ratio_text  # noqa: E402
 from bench.harness import git_commit  # noqa: E402
 from bench.report import render, table  # noqa: E402
-from xtrain.drift.factors import run_child  # noqa: E402
-from xtrain.drift.margins import ENDS  # noqa: E402
-from xtrain.drift.record_folder import Record  # noqa: E402
+from xtrain.drift.bisection.factors import run_child  # noqa: E402
+from xtrain.drift.comparison.margins import ENDS  # noqa: E402
+from xtrain.drift.recording.format import Record  # noqa: E402
 
 PIECE = 25  # prompts of one record of the margins: a few minutes of one core
 FEW, FEW_TOKENS = 8, 24
@@ -63,7 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--run", help="a trained run with the byte tokenizer; default: train one")
     add("--python", nargs="*", default=[], metavar="VENV", help="environments with another torch")
-    add("--gpu", nargs="*", default=[], type=Path, help="records as bench/drift_devices.py says")
+    add("--gpu", nargs="*", default=[], type=Path, help="records as bench/drift/records.py says")
     add("--prompts", type=int, default=200)
     add("--tokens", type=int, default=100)
     add("--commit", help="what to name as measured; default: this tree's")

@@ -18,15 +18,15 @@ from typing import Any
 
 import tomli_w
 
-from xtrain.config_fields import ConfigError, Section, closest, kinds_of, option, type_hints
 from xtrain.files import shown, toml_file, toml_value, why
 from xtrain.rng import SEED_RANGE
+from xtrain.settings import ConfigError, Settings, closest, kinds_of, option, type_hints
 
 PRESETS = ("tiny", "small", "124m", "350m", "1b", "8b")  # those of xtrain.model
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSection(Section):
+class ModelSection(Settings):
     """The model: a preset of xtrain.model and what differs from it."""
 
     section_name = "model"
@@ -57,7 +57,7 @@ class ModelSection(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataSection(Section):
+class DataSection(Settings):
     """What is read, and how it becomes tokens."""
 
     section_name = "data"
@@ -76,7 +76,7 @@ class DataSection(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainSection(Section):
+class TrainSection(Settings):
     """How long and on how much at a time; evaluation and text samples."""
 
     section_name = "train"
@@ -127,7 +127,7 @@ class TrainSection(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimSection(Section):
+class OptimSection(Settings):
     """AdamW and its schedule."""
 
     section_name = "optim"
@@ -159,7 +159,7 @@ class OptimSection(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointSection(Section):
+class CheckpointSection(Settings):
     """When a checkpoint is written and how many are kept."""
 
     section_name = "checkpoint"
@@ -173,7 +173,7 @@ class CheckpointSection(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunSection(Section):
+class RunSection(Settings):
     """Where the run lies and how it is executed."""
 
     section_name = "run"

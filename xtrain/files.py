@@ -20,7 +20,7 @@ import secrets
 import stat
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, BinaryIO
@@ -30,6 +30,8 @@ MAX_DEPTH = 64  # of lists and objects in each other; nothing of ours needs ten
 _STALE_SECONDS = 24 * 3600  # where locks say nothing
 
 Check = Callable[[Any], bool]
+# what a value must be: what passes a check, an object with fields, a list of one form
+Form = Check | Mapping[str, Any] | list[Any]
 
 # --- read ----------------------------------------------------------------------------------------
 
@@ -94,15 +96,49 @@ def toml_value(text: str) -> Any:
         return text
 
 
-def check_fields(value: Any, fields: Mapping[str, Check], prefix: str = "") -> None:
-    """Raise ValueError, naming the field, unless value is an object whose fields pass."""
+def check_fields(value: Any, fields: Mapping[str, Form], prefix: str = "") -> None:
+    """Raise ValueError, naming the field, unless value is an object whose fields have their forms.
+
+    A field `name?` may be absent.
+    """
     if not isinstance(value, dict):
         raise ValueError(f"{prefix.rstrip('.') or 'the whole'} is {shown(value)}")
-    for name, check in fields.items():
-        if name not in value:
+    for key, form in fields.items():
+        name = key.removesuffix("?")
+        if name in value:
+            _check_form(value[name], form, prefix + name)
+        elif name == key:
             raise ValueError(f"{prefix}{name} is missing")
-        if not check(value[name]):
-            raise ValueError(f"{prefix}{name} is {shown(value[name])}")
+
+
+def _check_form(value: Any, form: Form, name: str) -> None:
+    if isinstance(form, Mapping):
+        check_fields(value, form, f"{name}.")
+    elif isinstance(form, list) and isinstance(value, list):
+        for number, item in enumerate(value):
+            _check_form(item, form[0], f"{name}[{number}]")
+    elif isinstance(form, list) or not form(value):
+        raise ValueError(f"{name} is {shown(value)}")
+
+
+def listed(check: Check, size: int | None = None) -> Check:
+    """Return the check for a list whose every element passes one, of `size` where it is known."""
+
+    def passes(value: Any) -> bool:
+        fits = isinstance(value, list) and size in (None, len(value))
+        return fits and all(check(item) for item in value)
+
+    return passes
+
+
+def optional(check: Check) -> Check:
+    """Return the check for null or what passes one."""
+    return lambda value: value is None or check(value)
+
+
+def one_of(values: Collection[str]) -> Check:
+    """Return the check for some strings."""
+    return lambda value: isinstance(value, str) and value in values
 
 
 def is_count(value: Any) -> bool:

@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from xtrain.config_fields import ConfigError
+from xtrain.settings import ConfigError
 
 if TYPE_CHECKING:
     import torch

@@ -26,11 +26,11 @@ from bench.train.variants import Setting
 from xtrain import compile as xtrain_compile
 from xtrain import drift
 from xtrain.drift import Comparison, compare
-from xtrain.drift.factors import run_child
-from xtrain.drift.margins import find_loop
-from xtrain.drift.models import draw_tokens, draw_weights
-from xtrain.drift.record_folder import Record
-from xtrain.drift.report import as_text, context, size_text
+from xtrain.drift.bisection.factors import run_child
+from xtrain.drift.comparison.margins import find_loop
+from xtrain.drift.comparison.report import as_text, context, size_text
+from xtrain.drift.recording.format import Record
+from xtrain.drift.recording.subject import draw_tokens, draw_weights
 from xtrain.model import Transformer
 
 # --- eager against compiled -----------------------------------------------------------------------

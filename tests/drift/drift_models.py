@@ -6,8 +6,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from xtrain.drift.models import Subject, draw_weights
-from xtrain.drift.weights import hash_weights
+from xtrain.drift.recording.subject import Subject, draw_weights, hash_weights
 from xtrain.model import Config, Transformer
 
 

@@ -5,6 +5,8 @@ C54 is in test_compare.py and test_command.py, C58 in tests/test_train.py and te
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import pytest
 import torch
@@ -13,8 +15,9 @@ from torch import nn
 
 from xtrain import torch_compat
 from xtrain.drift import compare, record
-from xtrain.drift.recording import Settings, record_prompts
-from xtrain.drift.report import as_text
+from xtrain.drift.comparison.report import as_text
+from xtrain.drift.recording.recorder import record_prompts
+from xtrain.drift.settings import Run
 
 # --- C34: what is left of eager against compiled is listed ----------------------------------------
 
@@ -124,12 +127,16 @@ def test_threads_that_share_out_a_product(rows):
 LISTS = [[(7 * row + 3 * i) % 16 for i in range(5 + row % 4)] for row in range(16)]
 
 
+@cache
+def each_alone(make):
+    return record_prompts(subject(make()), prompts(*LISTS), Run(num_tokens=1))
+
+
 @pytest.mark.parametrize("pad_to", [None, 64, 128])
 def test_a_fixed_order_of_sums_has_no_shift(pad_to):
-    model = Rowwise()
-    alone = record_prompts(subject(model), prompts(*LISTS), Settings(num_tokens=1))
+    model, alone = Rowwise(), each_alone(Rowwise)
     for batch in (1, 2, 8, 16):
-        settings = Settings(num_tokens=1, batch_size=batch, pad_to=pad_to)
+        settings = Run(num_tokens=1, batch_size=batch, pad_to=pad_to)
         found = compare(alone, record_prompts(subject(model), prompts(*LISTS), settings))
         assert found.exit_code == 0 and found.max_shift == 0.0, batch
         assert len(found.positions) == 16 and not any(p.can_flip for p in found.positions)
@@ -138,9 +145,8 @@ def test_a_fixed_order_of_sums_has_no_shift(pad_to):
 @pytest.mark.parametrize(("batch", "pad_to"), [(2, None), (8, 64), (16, 128), (1, 128)])
 def test_a_row_alone_against_its_batch(batch, pad_to):
     """Shifts and margins are those of plain forwards; the rest is the rule of the verdicts."""
-    model = decoder()
-    alone = record_prompts(subject(model), prompts(*LISTS), Settings(num_tokens=1))
-    settings = Settings(num_tokens=1, batch_size=batch, pad_to=pad_to)
+    model, alone = decoder(), each_alone(decoder)
+    settings = Run(num_tokens=1, batch_size=batch, pad_to=pad_to)
     found = compare(alone, record_prompts(subject(model), prompts(*LISTS), settings))
     shifts, margins = [], []
     for row, ids in enumerate(LISTS):

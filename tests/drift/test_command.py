@@ -14,8 +14,12 @@ import pytest
 import torch
 from training import running
 
-from xtrain.drift import Record
-from xtrain.drift.command import main
+from bench.drift.records import machines
+from xtrain.drift import DriftError, Record, compare
+from xtrain.drift.bisection.command import _record_arguments
+from xtrain.drift.bisection.factors import Plan, parse_all
+from xtrain.drift.command import build_parser, main
+from xtrain.drift.settings import check_use
 
 
 def run(*arguments):
@@ -59,7 +63,7 @@ def test_the_page_is_self_contained(records, tmp_path):
     out = tmp_path / "x.html"
     assert run("compare", records / "a.drift", records / "other.drift", "--html", out) == 4
     text = out.read_text()
-    assert not re.search(r"(src|href)=|url\(|@import|<script", text)
+    assert not re.search(r"src=|href=\"(?!#)|url\((?!#)|@import|<script", text)
     assert "not comparable" in text and text.count("<h2>") >= 1
 
 
@@ -184,7 +188,7 @@ def test_mistakes_are_one_line_and_exit_code_5(tmp_path, monkeypatch, capsys, ar
 
 
 def test_an_internal_error_is_no_verdict(records, monkeypatch, capsys, tmp_path):
-    from xtrain.drift import comparison
+    from xtrain.drift.comparison import records as comparison
 
     def fail(*_):
         raise KeyError("a bug")
@@ -236,3 +240,216 @@ def test_a_hugging_face_folder_in_bf16_keeps_its_tables(tmp_path):
     found = compare(tmp_path / "auto", tmp_path / "bf16")
     assert found.reason is None  # the weights of the file, rounded
     assert tuple(found.first_divergence) == ("model.embed_tokens", "aten.embedding")
+
+
+# --- flags that would do nothing -----------------------------------------------------------------
+
+
+RECORD = ["record", "--out", "x", "tiny"]
+WITHOUT_EFFECT = [
+    # 8 prompts of 16 ids with 16 tokens chosen: the longest forward has 16 + 15
+    (["--pad-to=1"], "--pad-to 1 cannot hold prompt 0: it has 16 tokens, the longest forward 31"),
+    (["--pad-to=30"], "the longest forward 31; give at least that, or auto"),
+    (["--pad-to=0"], "--pad-to 0 cannot hold prompt 0"),
+    (["--pad-to=15", "--tokens=0"], "it has 16 tokens, the longest forward 16"),
+    (["--pad-to=15", "--tokens=1"], "it has 16 tokens, the longest forward 16"),
+    (["--pad-to=auto", "--decode=generate"], "--pad-to auto does nothing with --decode generate"),
+    (["--pad-to=64", "--decode=generate"], "--pad-to 64 does nothing with --decode generate"),
+    (["--temperature=2"], "--temperature 2.0 does nothing with --decode greedy; leave it out, or"),
+    (["--sample-seed=0"], "--sample-seed 0 does nothing with --decode greedy"),
+    (["--sample-seed=1", "--decode=generate"], "or use --decode sample"),
+    (["--op-steps=1", "--mode=inductor"], "--op-steps 1 does nothing with --mode inductor"),
+    (["--tensors", "--op-steps=0"], "--tensors does nothing with --op-steps 0; leave it out"),
+    (["--tensors", "--mode=inductor"], "--tensors does nothing with --mode inductor"),
+    (["--decode=greedy", "--tokens=0"], "--decode greedy does nothing with --tokens 0"),
+    (["--op-steps=0", "--tokens=0"], "--op-steps 0 does nothing with --tokens 0"),
+    (["--num-prompts=3", "--prompts=p.json"], "--num-prompts 3 is for prompts that are drawn"),
+    (["--prompt-length=3", "--prompts=p.json"], "these are --prompts p.json"),
+    (["--runs=elsewhere"], "tiny is a preset, whose name wins; elsewhere/tiny means the run"),
+]
+
+
+@pytest.mark.parametrize(("flags", "message"), WITHOUT_EFFECT, ids=lambda value: str(value)[:40])
+def test_a_flag_without_effect_is_one_line(tmp_path, monkeypatch, capsys, flags, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "p.json").write_text("[[1, 2]]")
+    assert main([*RECORD, *flags]) == 5
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and message in err
+    assert not (tmp_path / "x").exists()
+
+
+def test_prompts_of_a_tokenizer_are_not_drawn(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["record", "--out", "x", "small", "--num-prompts=3"]) == 5
+    assert "these are the built-in texts; leave it out" in capsys.readouterr().err
+
+
+def test_what_fits_exactly_is_no_mistake(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shared = [*RECORD, "--num-prompts=2", "--overwrite", "--threads=1"]
+    for flags in (["--pad-to=18", "--tokens=3"], ["--pad-to=16", "--tokens=0"], ["--seed=3"]):
+        assert main([*shared, *flags]) == 0
+    assert Record("x").model["seed"] == 3 and Record("x").run["warm_up"] == 1
+
+
+# --- bisect: a flag counts when one of the runs can use it ----------------------------------------
+
+
+def plan_of(*arguments):
+    args = build_parser().parse_args(["bisect", "tiny", *arguments])
+    return args, Plan(parse_all(args.factor))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--temperature=2", "--factor=threads=1,2"], "--temperature 2.0 does nothing"),
+        (["--threads=4", "--factor=threads=1,2"], "--threads 4 is none of the values of the fact"),
+        (["--pad-to=9", "--factor=pad-to=auto,32"], "--pad-to 9 is none of the values"),
+        (["--mode=eager", "--factor=compile=off,on"], "--mode eager is decided by the factor comp"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_bisect_refuses_what_no_run_can_use(arguments, message):
+    args, plan = plan_of(*arguments)
+    with pytest.raises(DriftError, match=message):
+        check_use(args, plan.values)
+
+
+def test_bisect_hands_a_flag_to_the_runs_that_can_use_it():
+    args, plan = plan_of(
+        *("--temperature=2", "--tensors", "--threads=1", "--seed=0"),
+        *("--factor=decode=greedy,sample", "--factor=compile=off,on", "--factor=threads=1,2"),
+    )
+    check_use(args, plan.values)
+    found = {
+        setting: _record_arguments(args, plan.named(setting))[2:]
+        for setting in (plan.baseline, ("sample", "on", "1"))
+    }
+    assert found[plan.baseline] == ["--seed=0", "--tensors", "--pad-to=auto"]
+    assert found["sample", "on", "1"] == ["--seed=0", "--temperature=2.0", "--pad-to=auto"]
+
+
+def test_generate_is_not_padded_beside_compiled_runs():
+    args, plan = plan_of("--factor=decode=greedy,generate", "--factor=mode=eager,aot_eager")
+    assert _record_arguments(args, plan.named(("generate", "eager"))) == ["record", "tiny"]
+
+
+def test_ops_refuses_a_flag_that_its_factor_overrides(capsys):
+    assert main(["ops", "--dtype=fp16", "--factor=dtype=fp32,bf16"]) == 5
+    assert "--dtype fp16 is none of the values of the factor dtype" in capsys.readouterr().err
+
+
+# --- packages that are missing, readers that leave -----------------------------------------------
+
+
+# Refuses every package but those that docs/drift.md asks for.
+ALONE = """
+import importlib.abc, runpy, sys
+class Refuse(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        top = name.partition(".")[0]
+        if top in {known} or top in sys.stdlib_module_names:
+            return None
+        raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Refuse())
+sys.argv[0] = "drift"
+runpy.run_module("xtrain.drift", run_name="__main__", alter_sys=True)
+"""
+READER = ("xtrain", "numpy", "xxhash", "tabulate")
+
+
+def alone(*arguments, known=READER):
+    command = [sys.executable, "-c", ALONE.format(known=known), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_comparing_needs_numpy_xxhash_and_tabulate_alone(records, tmp_path):
+    done = alone("compare", records / "a.drift", records / "a.drift")
+    assert done.returncode == 0 and done.stderr == "" and "verdict 0" in done.stdout
+    done = alone("compare", records / "a.drift", records / "a.drift", "--html", tmp_path / "x.html")
+    assert done.returncode == 5 and not (tmp_path / "x.html").exists()
+    assert done.stderr == "error: this needs the package matplotlib; install it\n"
+    done = alone("compare", records / "a.drift", records / "other.drift", "--json", "-")
+    assert done.returncode == 4 and json.loads(done.stdout)["exit_code"] == 4
+    assert alone("compare", records / "a.drift", "nowhere").returncode == 5
+    assert "exit codes of compare" in alone("--help").stdout
+
+
+def test_a_package_that_is_missing_is_one_line_and_no_verdict(tmp_path, records):
+    for command, package in (
+        (["record", "--out", tmp_path / "x", "tiny"], "torch"),
+        (["ops", "--factor=A=1,2", "--child"], "torch"),
+    ):
+        done = alone(*command)
+        assert done.returncode == 5 and done.stdout == ""
+        assert done.stderr == f"error: this needs the package {package}; install it\n"
+    for package in READER[1:]:
+        known = tuple(name for name in READER if name != package)
+        done = alone("compare", records / "a.drift", records / "other.drift", known=known)
+        assert done.returncode == 5
+        assert done.stderr == f"error: this needs the package {package}; install it\n"
+
+
+# --- stdout --------------------------------------------------------------------------------------
+
+
+def command_into(target, *arguments):
+    command = [sys.executable, "-m", "xtrain.drift", *map(str, arguments)]
+    return subprocess.run(command, stdout=target, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("flags", [[], ["--json=-"]], ids=str)
+def test_a_reader_that_leaves_changes_no_verdict(records, flags):
+    """As in `compare A B | head -1`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe:
+        done = command_into(pipe, "compare", records / "a.drift", records / "other.drift", *flags)
+    assert (done.returncode, done.stderr) == (4, "")
+
+
+def test_a_stdout_that_takes_nothing_is_one_line(records):
+    with Path("/dev/full").open("w") as device:
+        done = command_into(device, "compare", records / "a.drift", records / "a.drift")
+    assert done.returncode == 5
+    assert done.stderr == "error: cannot write to stdout: No space left on device\n"
+
+
+# --- the study's section on records of another machine -------------------------------------------
+
+
+def test_the_section_of_the_study(tmp_path, capfd):
+    shared = ["tiny", "--tokens=2", "--num-prompts=2", "--threads=1"]
+    for name, *flags in (("devices",), ("bf16", "--dtype=bf16"), ("other", "--seed=1")):
+        assert main(["record", f"--out={tmp_path}/{name}.drift", *shared, *flags]) == 0
+    text = machines(tmp_path, [tmp_path / "bf16.drift"], [])
+    row = next(line for line in text.splitlines() if "bf16 |" in line).split("|")
+    assert row[3].strip() == "embedding: aten.embedding" and "(" in row[4]
+    assert int(row[7]) <= 4 and "2 built-in prompts x 2 tokens" in text
+    with pytest.raises(SystemExit, match=r"other\.drift: other"):
+        machines(tmp_path, [tmp_path / "other.drift"], [])
+
+
+def test_the_trained_run_on_two_machines(tmp_path, capfd):
+    """Its pieces find their partners by their prompts, and each setting is one row."""
+    (tmp_path / "first.json").write_text("[[1, 2, 3], [4, 5, 6]]")
+    (tmp_path / "second.json").write_text("[[7, 8]]")
+    made = []
+    for out, prompts, *flags in (
+        ("a_1", "second"),
+        ("a_0", "first"),
+        ("b_0", "first", "--dtype=bf16"),
+        ("b_1", "second", "--dtype=bf16"),
+    ):
+        made.append(tmp_path / f"{out}.drift")
+        arguments = ["record", "tiny", "--tokens=12", "--threads=1", f"--out={made[-1]}", *flags]
+        assert main([*arguments, f"--prompts={tmp_path}/{prompts}.json"]) == 0
+    text = machines(tmp_path, made[2:], made[:2])
+    row = [cell.strip() for cell in text.splitlines()[-1].split("|")]
+    assert row[1].endswith("bf16") and row[2] == "embedding: aten.embedding" and row[3] == "3"
+    assert "drawn by NumPy" not in text and "12 tokens each" in text
+    comparisons = [compare(a, b) for a, b in ((made[1], made[2]), (made[0], made[3]))]
+    shifts = [place.shift for c in comparisons for place in c.positions]
+    assert row[4] == str(len(shifts)) and row[5] == f"{max(shifts):.3g}"

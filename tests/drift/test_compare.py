@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import cache
 
 import numpy as np
 import pytest
@@ -12,26 +13,31 @@ import torch
 from drift_models import Rowwise, decoder, next_up, tokens
 
 from xtrain.drift import DriftError, compare, record
-from xtrain.drift.align import align
-from xtrain.drift.margins import find_loop
-from xtrain.drift.models import Subject
-from xtrain.drift.record_folder import OpKey
-from xtrain.drift.recording import Settings, record_prompts
-from xtrain.drift.report import as_json, as_text
-from xtrain.drift.weights import hash_weights
+from xtrain.drift.comparison.differences import align
+from xtrain.drift.comparison.margins import find_loop
+from xtrain.drift.comparison.report import as_json, as_text
+from xtrain.drift.recording.format import OpKey
+from xtrain.drift.recording.recorder import record_prompts
+from xtrain.drift.recording.subject import Subject, hash_weights
+from xtrain.drift.settings import Run
 
 NAMES = [name.removeprefix("blocks.3.") for name, _ in decoder(4).blocks[3].named_parameters()]
+
+
+@cache
+def plain_of_four():
+    return record(decoder(4), tokens(batch=2, length=12))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_one_ulp_in_layer_3_starts_at_the_op_that_reads_it(name):
     """Row C54; of a product the reader is the matmul, of a norm the multiplication."""
-    plain, changed = decoder(4), decoder(4)
+    changed = decoder(4)
     path, _, _ = f"blocks.3.{name}".rpartition(".")
     next_up(changed.get_parameter(f"blocks.3.{name}"))
     x = tokens(batch=2, length=12)
     for tensors in (False, True):
-        found = compare(record(plain, x), record(changed, x, tensors=tensors))
+        found = compare(plain_of_four(), record(changed, x, tensors=tensors))
         op = "aten.mul" if "norm" in name else "aten.mm"
         assert tuple(found.first_divergence) == (path, op)
         assert found.exit_code == 4 and found.reason == f"other weights: blocks.3.{name}"
@@ -228,8 +234,8 @@ def test_the_comparison_of_a_prompt_ends_where_its_tokens_part():
         return Subject(model, {"kind": "test"}, 16, None, weights=hash_weights(model))
 
     lists = [{"tokens": [1, 2], "text": None}, {"tokens": [5], "text": None}]
-    a = record_prompts(subject(Shifted(bias=base)), lists, Settings(num_tokens=6))
-    b = record_prompts(subject(Later(0.0, slice(7, 8), bias=base)), lists, Settings(num_tokens=6))
+    a = record_prompts(subject(Shifted(bias=base)), lists, Run(num_tokens=6))
+    b = record_prompts(subject(Later(0.0, slice(7, 8), bias=base)), lists, Run(num_tokens=6))
     found = compare(a, b)
     assert found.exit_code == 3
     assert [p.num_steps for p in found.prompts] == [3, 4]
@@ -295,7 +301,7 @@ EDITED = [
 @pytest.mark.parametrize(("name", "where", "value"), EDITED)
 def test_a_record_edited_with_its_manifest_is_one_line(tmp_path, capfd, name, where, value):
     from xtrain.drift.command import main
-    from xtrain.drift.storage import file_hash
+    from xtrain.drift.recording.tensors import file_hash
 
     a, b = tmp_path / "a.drift", tmp_path / "b.drift"
     record(Rowwise(), tokens(), out=a)

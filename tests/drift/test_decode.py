@@ -10,7 +10,8 @@ from torch import nn
 
 from xtrain.drift import compare
 from xtrain.drift.command import main
-from xtrain.drift.recording import Settings, record_prompts
+from xtrain.drift.recording.recorder import record_prompts
+from xtrain.drift.settings import Run
 
 
 def test_greedy_is_the_models_own_generate():
@@ -19,9 +20,9 @@ def test_greedy_is_the_models_own_generate():
         lists = prompts([1, 2, 3], [7, 8, 9], [5])
         ids = torch.tensor([[1, 2, 3]])
         expected = model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None)
-        own = record_prompts(subject(model, 64), lists, Settings(num_tokens=6))
+        own = record_prompts(subject(model, 64), lists, Run(num_tokens=6))
         theirs = record_prompts(
-            subject(model, 64), lists, Settings(num_tokens=6, decode="generate", batch_size=2)
+            subject(model, 64), lists, Run(num_tokens=6, decode="generate", batch_size=2)
         )
         for found in (own, theirs):
             assert [step.tokens[0] for step in found.cases[0].steps] == expected[0, 3:].tolist()
@@ -33,14 +34,14 @@ def test_greedy_is_the_models_own_generate():
 
 def test_sampling_is_drawn_by_its_seed_alone():
     model = Rowwise()
-    settings = Settings(num_tokens=12, decode="sample", sample_seed=3)
+    settings = Run(num_tokens=12, decode="sample", sample_seed=3)
     torch.manual_seed(1)
     first = record_prompts(subject(model), prompts([1], [1]), settings)
     torch.manual_seed(2)
     again = record_prompts(subject(model), prompts([1], [1]), settings)
     texts = [[s.tokens[0] for s in case.steps] for case in (*first.cases, *again.cases)]
     assert texts[:2] == texts[2:] and texts[0] != texts[1]  # a prompt's own draws
-    other = Settings(num_tokens=12, decode="sample", sample_seed=4)
+    other = Run(num_tokens=12, decode="sample", sample_seed=4)
     assert compare(first, record_prompts(subject(model), prompts([1], [1]), other)).exit_code == 4
 
 
@@ -53,7 +54,7 @@ def test_sampled_tokens_have_the_frequencies_of_softmax():
         def forward(self, input_ids):
             return self.table.expand(*input_ids.shape, 3)
 
-    settings = Settings(num_tokens=40, decode="sample", temperature=2.0, op_steps=0)
+    settings = Run(num_tokens=40, decode="sample", temperature=2.0, op_steps=0)
     found = record_prompts(subject(Fixed(), 3), prompts(*[[0]] * 40), settings)
     drawn = np.array([step.tokens[0] for step in found.steps()])
     expected = np.exp([0, 0.5, 1]) / np.exp([0, 0.5, 1]).sum()

@@ -9,7 +9,7 @@ import torch
 from drift_models import decoder, tokens
 
 from xtrain.drift import compare, record
-from xtrain.drift.environment import collect, driver_version
+from xtrain.drift.recording.environment import collect, driver_version
 
 EXPECTED = {
     "python.version",

@@ -6,14 +6,16 @@ off that code: the op behind the changed line, by the name that torch gives it.
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from xtrain.drift import DriftError, compare, record
-from xtrain.drift.models import draw_weights
-from xtrain.drift.report import as_text
+from xtrain.drift.comparison.report import as_text
+from xtrain.drift.recording.subject import draw_weights
 
 VOCAB, DIM, HEADS = 32, 16, 4
 
@@ -230,12 +232,17 @@ class Model(nn.Module):
 IDS = torch.arange(2 * 7).reshape(2, 7).mul(5) % VOCAB
 
 
+@cache
+def plain(design):
+    return record(Model(design), IDS)
+
+
 def both(design, fault="", change=None):
-    plain, changed = Model(design), Model(design, fault)
+    changed = Model(design, fault)
     if change is not None:
         with torch.no_grad():
             change(changed)
-    return compare(record(plain, IDS), record(changed, IDS))
+    return compare(plain(design), record(changed, IDS))
 
 
 # design, fault, module and op of the first difference, and its cause

@@ -15,14 +15,15 @@ from forge import damage, edited, put, redo_manifest, tensors_of, write_tensors
 
 from xtrain.drift import compare, record
 from xtrain.drift.command import main
-from xtrain.drift.recording import Settings, record_prompts
+from xtrain.drift.recording.recorder import record_prompts
+from xtrain.drift.settings import Run
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     """Two prompts of two lengths with three tokens each, tensors kept; and one forward."""
     folder = tmp_path_factory.mktemp("forged")
-    settings = Settings(num_tokens=3, tensors=True)
+    settings = Run(num_tokens=3, tensors=True)
     record_prompts(subject(Rowwise()), prompts([1, 2, 3], [4]), settings, out=folder / "decoded")
     record(Rowwise(), tokens(batch=2), out=folder / "forward")
     return folder

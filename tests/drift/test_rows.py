@@ -12,8 +12,9 @@ from drift_models import Rowwise, Scale, prompts, subject
 from torch import nn
 
 from xtrain.drift import compare
-from xtrain.drift.recording import Settings, record_prompts
-from xtrain.drift.report import as_json, as_text
+from xtrain.drift.comparison.report import as_json, as_text
+from xtrain.drift.recording.recorder import record_prompts
+from xtrain.drift.settings import Run
 
 
 class Sorted(nn.Module):
@@ -70,7 +71,7 @@ LISTS = [[5, 6, 7, 1, 2, 3], [8, 9, 1, 2, 11, 4], [1, 14, 3, 3, 9, 15], [2, 12, 
 
 def both(found, lists=LISTS, **changed):
     """Compare one prompt at a time with all of them at once."""
-    settings = [Settings(decode=None), Settings(decode=None, **{"batch_size": 4, **changed})]
+    settings = [Run(decode=None), Run(decode=None, **{"batch_size": 4, **changed})]
     return compare(*(record_prompts(subject(found), prompts(*lists), s) for s in settings))
 
 
@@ -115,7 +116,7 @@ def test_rows_of_one_layout_are_compared_as_ever():
     one, other = model(Sorted(8), Sorted(8)), model(Sorted(8), Sorted(8))
     with torch.no_grad():
         other.layers[0][0].inner.weight[0, 3] *= 2
-    settings = Settings(decode=None, batch_size=4)
+    settings = Run(decode=None, batch_size=4)
     records = [record_prompts(subject(m), prompts(*LISTS), settings) for m in (one, other)]
     assert tuple(compare(*records).first_divergence) == ("layers.0.0.inner", "aten.mul")
 
@@ -136,7 +137,7 @@ def test_a_mixture_of_experts():
     )
     found = transformers.Qwen3MoeForCausalLM(config).eval()
     lists = [[(7 * i + j) % 60 + 3 for j in range(16)] for i in range(8)]
-    settings = [Settings(decode=None), Settings(decode=None, batch_size=8)]
+    settings = [Run(decode=None), Run(decode=None, batch_size=8)]
     result = compare(*(record_prompts(subject(found, 64), prompts(*lists), s) for s in settings))
     assert result.exit_code in (0, 1) and result.max_shift < 1e-5
     sizes = [p.first_divergence.distance.max_abs for p in result.prompts if p.first_divergence]

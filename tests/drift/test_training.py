@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
+import shutil
 
 import pytest
 import torch
+import xxhash
 from drift_models import Rowwise
+from forge import damage_files, damage_json, damage_text, put
 from torch import nn
 from training import running
 
+from xtrain.config import ConfigError, RunConfig
 from xtrain.drift import DriftError
 from xtrain.drift.command import main
-from xtrain.drift.training import TrainingFingerprints
-from xtrain.drift.training_folder import compare_training
+from xtrain.drift.comparison.training import compare_training
+from xtrain.drift.recording.training import TrainingFingerprints
+from xtrain.ops.dropout import dropout_reference
+from xtrain.rng import site_seed
+from xtrain.training import session
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +53,12 @@ def test_fingerprints_leave_the_run_alone(runs):
     assert losses["plain"] == losses["a"] == losses["b"] and len(losses["a"]) == 5
 
 
+def test_a_run_that_nothing_watches_is_refused_where_it_should_be_watched():
+    config = RunConfig().override({"run.drift_every": 2})
+    with pytest.raises(ConfigError, match="run.drift_every is 2 and nothing watches the steps"):
+        session.train(config)
+
+
 def test_two_equal_runs_are_identical(runs, capsys):
     folder, losses = runs
     assert main(["compare", str(folder / "a"), str(folder / "b")]) == 0
@@ -56,7 +70,7 @@ def test_two_equal_runs_are_identical(runs, capsys):
         json.loads(p.read_text()) for p in sorted((folder / "a/drift/rank_0000").glob("step_*"))
     ]
     kinds = [row[0] for row in steps[0]["rows"]]
-    order = ["input", "weight", "op", "loss", "gradient norm", "gradient", "weight"]
+    order = ["input", "weight", "op", "mask", "loss", "gradient norm", "gradient", "weight"]
     assert list(dict.fromkeys(kinds)) == order[:-1] and kinds[-1] == "weight"
     ops = {(row[1], row[2]) for row in steps[0]["rows"] if row[0] == "op"}
     assert ("blocks.0.attention.query", "aten.mm") in ops
@@ -64,11 +78,29 @@ def test_two_equal_runs_are_identical(runs, capsys):
     assert ("embedding (backward)", "aten.embedding_dense_backward") in ops
 
 
+def test_masks_are_those_of_seed_step_and_site(runs):
+    """Against the reference: the first decisions of every site, anew in each step."""
+    folder, _ = runs
+    found = {}
+    for step in (0, 2):
+        path = folder / f"a/drift/rank_0000/step_{step:08d}.json"
+        rows = json.loads(path.read_text())["rows"]
+        found |= {(step, row[1]): (row[4], row[5]) for row in rows if row[0] == "mask"}
+    expected = {}
+    for step in (0, 2):
+        for site in ("attention", "feed_forward"):  # of the only block
+            seed = site_seed(0, step, 0, site)
+            kept = dropout_reference(torch.ones(4096), 0.1, seed) > 0
+            mark = xxhash.xxh3_128_hexdigest(kept.numpy().tobytes())
+            expected[step, f"blocks.0.{site}"] = ([4096], mark)
+    assert found == expected and len({mark for _, mark in found.values()}) == 4
+
+
 @pytest.mark.parametrize(
     ("name", "code", "kind", "where", "op"),
     [
         ("eps", 1, "op", "blocks.0.attention_norm", "aten.add"),  # an op of the first forward
-        ("dropout", 1, "loss", "", ""),  # no op of the plain model: in what was compiled
+        ("dropout", 1, "mask", "blocks.0.attention", ""),  # no op of the plain model
         ("rate", 1, "weight", "embedding.weight", "after the step"),  # loss and gradients equal
         ("seed", 4, "input", "tokens", ""),
     ],
@@ -128,7 +160,7 @@ def test_one_ulp_of_the_optimiser_state_is_the_first_difference(tmp_path):
 def test_weights_drawn_under_another_cpu_capability_say_how_to_start_alike(tmp_path, monkeypatch):
     for name, capability in (("a", "AVX2"), ("b", "DEFAULT")):
         monkeypatch.setattr(
-            "xtrain.drift.training.collect",
+            "xtrain.drift.recording.training.collect",
             lambda capability=capability: {"torch.aten_cpu_capability": capability},
         )
         model, x = Trained(), torch.arange(12).reshape(2, 6)
@@ -274,3 +306,109 @@ def test_not_comparable_and_damaged(tmp_path, capsys):
         assert main(["compare", str(a), str(a)]) == 5
         err = capsys.readouterr().err
         assert message in err and err.count("\n") == 1
+
+
+# --- edited with their checksums: one line, or a verdict -----------------------------------------
+
+
+STEP = "rank_0000/step_00000001.json"
+START = "rank_0000/start.json"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("training") / "a", ranks=2)
+
+
+def redo_checksum(path, values):
+    """Write values with the checksum that fits them; the format in the test's own words."""
+    if isinstance(values, dict):
+        values.pop("xxh3_128", None)
+        text = json.dumps(values, sort_keys=True, separators=(",", ":"))
+        values = {**values, "xxh3_128": xxhash.xxh3_128_hexdigest(text.encode())}
+    path.write_text(json.dumps(values))
+
+
+def edited(run, folder, name, edit):
+    shutil.copytree(run, folder)
+    values = json.loads((folder / name).read_text())
+    edit(values)
+    redo_checksum(folder / name, values)
+    return folder
+
+
+FORGED = [
+    (STEP, put(0, "step"), "is of step 0, rank 0"),
+    (STEP, put(1, "rank"), "is of step 1, rank 1"),
+    (STEP, put(None, "rows"), "rows is None"),
+    (STEP, put([1, 2], "rows", 0), "rows is [[1, 2]"),
+    (STEP, put("F99", "rows", 0, 3), "rows is"),
+    (STEP, put([-1], "rows", 0, 4), "rows is"),
+    (STEP, put(["x"] * 4, "rows", 0, 6), "rows is"),
+    (STEP, put("much", "loss"), "loss is 'much'"),
+    (STEP, put(123.0, "rows", 0, 6, 0), "the runs contradict each other"),
+    (START, put(2, "version"), "has schema version 2, this xtrain reads 1"),
+    (START, put([], "environment"), "environment is []"),
+    (START, put([3], "weights"), "weights is [3]"),
+    ("rank_0001/start.json", put(0, "rank"), "rank is 0, not 1"),
+]
+
+
+@pytest.mark.parametrize(("name", "edit", "message"), FORGED, ids=range(len(FORGED)))
+def test_a_forged_file_is_one_line(run, tmp_path, capfd, name, edit, message):
+    forged = edited(run, tmp_path / "b", name, edit)
+    for pair in ((run, forged), (forged, run)):
+        assert main(["compare", *map(str, pair)]) == 5
+        said = capfd.readouterr().err
+        assert said.count("\n") == 1 and message in said
+
+
+def test_a_missing_step_row_or_rank_is_said(run, tmp_path, capfd):
+    shorter = tmp_path / "shorter"
+    shutil.copytree(run, shorter)
+    for rank in range(2):
+        (shorter / f"rank_{rank:04d}" / "step_00000001.json").unlink()
+    found = compare_training(run, shorter)
+    assert found.exit_code == 0 and found.alone == ([1], [])
+    main(["compare", str(run), str(shorter)])
+    assert "recorded by A alone: steps 1\n" in capfd.readouterr().out
+    fewer = edited(run, tmp_path / "fewer", STEP, lambda values: values["rows"].pop(5))
+    assert compare_training(run, fewer).num_unmatched == 1
+    main(["compare", str(run), str(fewer)])
+    assert "without a partner, not compared: 1 results\n" in capfd.readouterr().out
+    shutil.rmtree(fewer / "rank_0001")
+    assert main(["compare", str(run), str(fewer)]) == 4
+    shutil.move(shorter / "rank_0001", shorter / "rank_0002")
+    assert main(["compare", str(run), str(shorter)]) == 5
+    assert "rank_0001 is missing" in capfd.readouterr().err
+
+
+def test_other_files_are_none_of_a_run(run, tmp_path):
+    copied = tmp_path / "b"
+    shutil.copytree(run, copied)
+    for name in ("step_00000000 copy.json", "step_x.json", "notes.txt"):
+        (copied / "rank_0000" / name).write_text("{}")
+    assert compare_training(run, copied).exit_code == 0
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_no_damage_ends_in_an_internal_error(run, tmp_path, capfd, seed):
+    rng = random.Random(seed)
+    for turn in range(60):
+        forged = tmp_path / "b"
+        shutil.rmtree(forged, ignore_errors=True)
+        shutil.copytree(run, forged)
+        path = rng.choice(sorted(forged.glob("rank_*/*.json")))
+        kind = rng.random()
+        if kind < 0.1:
+            damage_files(path, rng)
+        elif kind < 0.2:
+            damage_text(path, rng)
+        else:
+            values = json.loads(path.read_text())
+            damage_json(values, rng)
+            redo_checksum(path, values)
+        pair = (run, forged) if rng.random() < 0.5 else (forged, run)
+        code = main(["compare", *map(str, pair), "--json", str(tmp_path / "x.json")])
+        said = capfd.readouterr().err
+        assert 0 <= code <= 5 and said.count("\n") == (code == 5), (seed, turn, path.name, said)

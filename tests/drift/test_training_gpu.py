@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from xtrain.drift.training import TrainingFingerprints
-from xtrain.drift.training_folder import compare_training
+from xtrain.drift.comparison.training import compare_training
+from xtrain.drift.recording.training import TrainingFingerprints
 
 pytestmark = pytest.mark.gpu
 

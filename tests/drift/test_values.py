@@ -7,10 +7,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from xtrain.drift.collect import to_bits
+from xtrain.drift.comparison.differences import distance
 from xtrain.drift.errors import DriftError
-from xtrain.drift.storage import TensorFile, TensorWriter
-from xtrain.drift.values import DTYPES, OF_TORCH, distance, fingerprint, narrow, to_float64
+from xtrain.drift.recording.tensors import (
+    DTYPES,
+    OF_TORCH,
+    TensorFile,
+    TensorWriter,
+    fingerprint,
+    narrow,
+    to_float64,
+)
+from xtrain.drift.recording.writing import to_bits
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]

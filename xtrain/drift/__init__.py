@@ -6,6 +6,12 @@
 
 docs/drift.md says what a record holds and what the verdicts mean. Reading and comparing need
 NumPy and xxhash, no torch.
+
+settings     how a model is run, checked: flags, the record's "run"
+command      python -m xtrain.drift: record, compare, bisect, ops
+recording/   a record being made, and its format
+comparison/  two records, or two training runs, compared
+bisection/   runs of many settings, each in its own process
 """
 
 from __future__ import annotations
@@ -14,23 +20,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from xtrain.drift.comparison import Comparison, compare
+    from xtrain.drift.comparison.flip import FlipVerdict, flip_verdict
+    from xtrain.drift.comparison.records import Comparison, compare
     from xtrain.drift.errors import DriftError
-    from xtrain.drift.flip import FlipVerdict, flip_verdict
-    from xtrain.drift.record_folder import Record
-    from xtrain.drift.recording import record
+    from xtrain.drift.recording.format import Record
+    from xtrain.drift.recording.recorder import record
     from xtrain.drift.testing import assert_no_drift
 
 # public name -> the module that defines it
 _LAZY = {
-    "Comparison": "comparison",
+    "Comparison": "comparison.records",
     "DriftError": "errors",
-    "FlipVerdict": "flip",
-    "Record": "record_folder",
+    "FlipVerdict": "comparison.flip",
+    "Record": "recording.format",
     "assert_no_drift": "testing",
-    "compare": "comparison",
-    "flip_verdict": "flip",
-    "record": "recording",
+    "compare": "comparison.records",
+    "flip_verdict": "comparison.flip",
+    "record": "recording.recorder",
 }
 
 __all__ = [

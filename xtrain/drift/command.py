@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from xtrain.command_line import Parser, exit_codes, limit_spinning, show
-from xtrain.drift import bisect_command, ops_command
+from xtrain.drift.bisection import command as bisect_command
+from xtrain.drift.bisection import ops as ops_command
+from xtrain.drift.comparison.report import deliver, write_text
 from xtrain.drift.errors import BAD_INPUT, DriftError, missing_package
-from xtrain.drift.output import deliver, write_text
-from xtrain.drift.signals import Terminated, termination_raises
+from xtrain.drift.settings import FLAGS, RUN_FLAGS, Run, check_use, check_use_of_model, fill
+
+if TYPE_CHECKING:
+    from xtrain.drift.recording.format import Record
 
 SIGNALLED = 128  # plus the signal's number: as a shell reports it
 EXAMPLES = """\
@@ -58,30 +69,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def add_model_flags(add: Callable[..., Any]) -> None:
-    """Add what record and bisect share: which model, which prompts, how it is run.
-
-    No flag has its default here: xtrain.drift.flag_use must know which were given.
-    """
+    """Add what record and bisect share: which model, which prompts, how it is run."""
     add("model", metavar="MODEL", help="a run, a preset (its weights drawn by --seed), a HF folder")
-    add("--seed", type=int, help="of a preset's weights and drawn prompts [0]")
-    add("--runs", metavar="DIR", help="where runs lie [runs]")
-    add("--prompts", metavar="FILE", help="a prompt a line, or .json lists of ids [built in]")
-    add("--num-prompts", type=int, help="drawn where there is no tokenizer [8]")
-    add("--prompt-length", type=int, help="of drawn prompts, in tokens [16]")
-    add("--tokens", type=int, help="chosen per prompt; 0: one forward [16]")
-    add("--decode", help="greedy, generate (the model's own) or sample [greedy]")
-    add("--temperature", type=float, help="of --decode sample [1]")
-    add("--sample-seed", type=int, help="of --decode sample [0]")
-    add("--mode", help="eager, aot_eager or inductor [eager]")
-    add("--dtype", help="auto (as saved), fp32, bf16 or fp16 [auto]")
-    add("--device", help="cpu, cuda or cuda:N [cpu]")
-    add("--batch", type=int, help="prompts of a forward [1]")
-    add("--pad-to", metavar="T", help="pad every forward to T tokens; auto: the longest [none]")
-    add("--threads", type=int, help="of torch, within an op [torch's own choice]")
-    add("--warm-up", type=int, help="forwards before the first recorded one [1]")
-    add("--op-steps", type=int, help="steps of a prompt whose ops are recorded [all]")
-    add("--top-k", type=int, help="logits in the readable part [8]")
-    add("--tensors", action="store_true", help="keep whole tensors: exact sizes, large files")
+    for flag in FLAGS.values():
+        flag.add_to(add)
 
 
 def _add_record(parser: argparse.ArgumentParser) -> None:
@@ -113,13 +104,13 @@ def add_output_flags(add: Callable[..., Any]) -> None:
 
 def run_record(args: argparse.Namespace) -> int:
     """Record a model; exit code 0."""
-    from xtrain.drift.record_folder import check_free
+    flags = fill(args)
+    check_use(args)
+    limit_spinning()
+    from xtrain.drift.recording.writing import check_free
 
     check_free(Path(args.out), overwrite=args.overwrite)  # before a model is loaded
-    limit_spinning()
-    from xtrain.drift.from_flags import record_from_flags
-
-    record = record_from_flags(args)
+    record = _record(args, flags)
     steps = sum(len(case.steps) for case in record.cases)
     size = sum(file["bytes"] for file in record.files.values()) / 2**20
     text = f"{args.out}: {len(record.cases)} prompts, {steps} forwards, {size:.1f} MiB\n"
@@ -131,19 +122,68 @@ def run_record(args: argparse.Namespace) -> int:
     return 0
 
 
+def _record(args: argparse.Namespace, flags: argparse.Namespace) -> Record:
+    """Load MODEL, decode the prompts, write the record; flags are args with their defaults."""
+    import torch
+
+    from xtrain.drift.recording import recorder, subject
+
+    kind, _, number = flags.device.partition(":")
+    count = torch.cuda.device_count() if kind == "cuda" and torch.cuda.is_available() else 0
+    if kind == "cuda" and int(number or 0) >= count:
+        raise DriftError(
+            f"--device is {flags.device}, but torch {torch.__version__} finds {count} of them"
+        )
+    if flags.threads is not None:
+        torch.set_num_threads(flags.threads)
+    values = {flag.field: getattr(flags, flag.dest) for flag in RUN_FLAGS.values()}
+    values |= {"num_tokens": flags.tokens or 1, "decode": flags.decode if flags.tokens else None}
+    settings = Run(**{**values, "pad_to": None})
+    found = subject.load(
+        args.model, seed=flags.seed, runs=flags.runs, dtype=flags.dtype, device=flags.device
+    )
+    check_use_of_model(args, found.description["kind"], tokenizer=found.encode is not None)
+    prompts = subject.prompts(
+        flags.prompts,
+        found,
+        seed=flags.seed,
+        length=flags.prompt_length,
+        count=flags.num_prompts,
+    )
+    # compiled modes have one shape, and so one compile
+    auto = flags.mode != "eager" and flags.decode != "generate"
+    pad_to = flags.pad_to
+    if pad_to == "auto" or pad_to is None and auto:
+        longest = max(len(prompt["tokens"]) for prompt in prompts)
+        pad_to = longest + max(flags.tokens - 1, 0)
+    return recorder.record_prompts(
+        found,
+        prompts,
+        replace(settings, pad_to=pad_to),
+        out=args.out,
+        overwrite=args.overwrite,
+        progress=_progress if sys.stderr.isatty() else lambda text: None,
+    )
+
+
+def _progress(text: str) -> None:
+    sys.stderr.write(f"\r{text}")
+    sys.stderr.flush()
+
+
 def run_compare(args: argparse.Namespace) -> int:
     """Compare two records; the exit code is the verdict."""
-    from xtrain.drift import training_folder
-    from xtrain.drift.comparison import compare
-    from xtrain.drift.report import as_json, as_text
+    from xtrain.drift.comparison.records import compare
+    from xtrain.drift.comparison.report import as_json, as_text
+    from xtrain.drift.recording.training_folder import find
 
     if args.html == "-":
         raise DriftError("--html needs the name of a file; --json alone knows -, for stdout")
-    if training_folder.find(args.a) or training_folder.find(args.b):
+    if find(args.a) or find(args.b):
         return _compare_training(args)
     comparison = compare(args.a, args.b, names=_names(args.map))
     if args.html:
-        from xtrain.drift.page import page
+        from xtrain.drift.comparison.report import page
 
         write_text(args.html, page(comparison))
     deliver(args.json, lambda: as_json(comparison), lambda: as_text(comparison))
@@ -163,14 +203,14 @@ def _names(flags: Sequence[str]) -> dict[str, str]:
 def _compare_training(args: argparse.Namespace) -> int:
     from dataclasses import asdict
 
-    from xtrain.drift.report import plain
-    from xtrain.drift.training_folder import as_text, compare_training
+    from xtrain.drift.comparison.report import plain
+    from xtrain.drift.comparison.training import as_text, compare_training
 
     if args.map:
         raise DriftError("--map is for records; training runs are compared by their own names")
     comparison = compare_training(args.a, args.b)
     if args.html:
-        from xtrain.drift.page import training_page
+        from xtrain.drift.comparison.report import training_page
 
         write_text(args.html, training_page(as_text(comparison), comparison.exit_code))
     values = {**asdict(comparison), "exit_code": comparison.exit_code}
@@ -184,6 +224,52 @@ def _run(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise DriftError(missing_package(error)) from error
     return code
+
+
+# --- how the command ends ------------------------------------------------------------------------
+
+# Another signal within this time finds the first one's clean-up under way, and is left out.
+GRACE_S = 10.0
+
+
+class Terminated(BaseException):
+    """Raised where a signal arrives; a BaseException, so that nothing takes it for an error."""
+
+    def __init__(self, number: int):
+        super().__init__(number)
+        self.number = number
+
+    def __str__(self) -> str:
+        return f"ended by {signal.Signals(self.number).name}"
+
+
+@contextmanager
+def termination_raises() -> Iterator[None]:
+    """Within the context SIGTERM and SIGHUP raise Terminated; one that is ignored stays so."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python lets no other thread set handlers
+        return
+    process, last = os.getpid(), -GRACE_S
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal last
+        if os.getpid() != process:  # a fork of this process writes no record
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        first, last = time.monotonic() - last >= GRACE_S, time.monotonic()
+        if first:
+            raise Terminated(number)
+
+    before = {}
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+            before[number] = signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

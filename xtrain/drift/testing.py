@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xtrain.drift.comparison import IDENTICAL, TOKENS_DIFFER, Comparison, compare
+from xtrain.drift.comparison.records import IDENTICAL, TOKENS_DIFFER, Comparison, compare
 from xtrain.drift.errors import DriftError
-from xtrain.drift.record_folder import Record
+from xtrain.drift.recording.format import Record
+from xtrain.drift.settings import Run
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,7 +40,7 @@ def assert_no_drift(
     baseline = Record(baseline_folder)
     comparison = compare(baseline, _replay(model, baseline, inputs))
     if comparison.exit_code > accept:
-        from xtrain.drift.report import as_text
+        from xtrain.drift.comparison.report import as_text
 
         name = Path(baseline_folder).name
         raise AssertionError(f"the model drifted from {name}\n\n{as_text(comparison)}")
@@ -47,7 +49,12 @@ def assert_no_drift(
 
 def _replay(model: nn.Module, baseline: Record, inputs: Any) -> Record:
     """Return a temporary record of model with the prompts and settings of the baseline."""
-    from xtrain.drift.recording import Settings, is_compiled, of_library, record, record_prompts
+    from xtrain.drift.recording.recorder import (
+        is_compiled,
+        of_library,
+        record,
+        record_prompts,
+    )
 
     prompts = baseline.contents["prompts"]
     run = baseline.run
@@ -66,5 +73,6 @@ def _replay(model: nn.Module, baseline: Record, inputs: Any) -> Record:
     vocab_size = baseline.cases[0].steps[0].logits()[0].shape[-1]
     if is_compiled(model):
         run = {**run, "mode": "unobserved", "tensors": False}
-    settings = Settings(**{**run, "device": device})
+    known = {item.name: run[item.name] for item in fields(Run)}
+    settings = Run(**{**known, "device": device})
     return record_prompts(of_library(model, vocab_size), prompts, settings)

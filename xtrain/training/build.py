@@ -17,9 +17,9 @@ from xtrain import model as models
 from xtrain import passes
 from xtrain.compiler import CompiledModel
 from xtrain.config import ConfigError, ModelSection, RunConfig
-from xtrain.config_fields import unknown
 from xtrain.data import Batches, Corpus, open_corpus
 from xtrain.metrics import check_fits
+from xtrain.settings import unknown
 
 VOCAB_MULTIPLE = 64  # rows of embedding and head: whole tiles for the matrix units
 WEIGHT_BYTES = 16  # a parameter in fp32 with its gradient and AdamW's two moments

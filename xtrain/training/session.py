@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from xtrain.training.plot import plot_losses
 from xtrain.training.resolve import resolve
 from xtrain.training.resume import ResumePoint
 from xtrain.training.run_folder import RunFolder
-from xtrain.training.trainer import Parts, Trainer
+from xtrain.training.trainer import Parts, Trainer, Watcher
 from xtrain.training.update import TrainingError
 
 log = logging.getLogger(__name__)
@@ -30,12 +30,22 @@ log = logging.getLogger(__name__)
 PROMPT_TOKENS = 32  # from the data, where the user names no prompt
 
 
-def train(config: RunConfig, run: RunFolder | None = None) -> int:
+def train(
+    config: RunConfig,
+    run: RunFolder | None = None,
+    watch: Callable[[Trainer], Watcher] | None = None,
+) -> int:
     """Run a configuration to its end and return the exit code: 0, or 128 + the signal.
 
     run:    the folder of a run to continue, whose configuration config has been made from.
+    watch:  gives what looks at every run.drift_every-th step from outside.
     Raises: ConfigError, DataError, CheckpointError, TrainingError.
     """
+    if config.run.drift_every and watch is None:
+        raise ConfigError(
+            f"run.drift_every is {config.run.drift_every} and nothing watches the steps; hand in "
+            "xtrain.drift.recording.training.fingerprints_of, as xtrain.train does"
+        )
     device, bf16 = build.choose_device(config.run.device)
     auto = config.model.preset == "auto"
     config = resolve(config, device=device, bf16=bf16)
@@ -56,6 +66,7 @@ def train(config: RunConfig, run: RunFolder | None = None) -> int:
         stop.at_once = lambda number: _say_stopped(run, number, is_new)
         try:
             trainer = _build(config, run, versions, said, is_new)
+            trainer.watch = watch
             return _train(trainer, stop)
         except Interrupted as interrupted:
             _say_stopped(run, interrupted.number, is_new)

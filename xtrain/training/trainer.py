@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, Protocol, TextIO
 
 import torch
 from torch import Tensor
@@ -22,9 +22,6 @@ from xtrain.training.console import Interrupted, Progress, StopSignals
 from xtrain.training.loader import IGNORE_INDEX, Loader, StepBatch, cut_batch, to_device
 from xtrain.training.run_folder import RunFolder, metrics_line
 from xtrain.training.update import StepResult, TrainingError, Updater
-
-if TYPE_CHECKING:
-    from xtrain.drift.training import TrainingFingerprints
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +40,26 @@ class Parts:
     versions: Mapping[str, str] = field(default_factory=dict)
 
 
+class Watcher(Protocol):
+    """What looks at some steps from outside, such as xtrain.drift's fingerprints."""
+
+    def due(self, step: int) -> bool:
+        """Return whether it looks at a step."""
+
+    def before(self, step: int, inputs: Tensor, targets: Tensor) -> None:
+        """Look at what the step starts from."""
+
+    def after(self, step: int, loss: float, grad_norm: float) -> None:
+        """Look at what the step has done."""
+
+
 class Trainer:
-    """Takes a run from its first step, or from a checkpoint, to its last step or a signal."""
+    """Takes a run from its first step, or from a checkpoint, to its last step or a signal.
+
+    watch: gives what looks at its steps, when the first one is due; None: nothing does.
+    """
+
+    watch: Callable[[Trainer], Watcher] | None = None
 
     def __init__(self, parts: Parts):
         self.parts = parts
@@ -77,7 +92,7 @@ class Trainer:
         # A GPU's numbers are looked at while it runs the next step: it never waits for the host.
         self.lag = self.device.type == "cuda"
         self.reported = False
-        self.fingerprints: TrainingFingerprints | None = None
+        self.watcher: Watcher | None = None
         self.pending: tuple[StepBatch, StepResult | None] | None = None
 
     # --- state ----------------------------------------------------------------------------------
@@ -130,7 +145,7 @@ class Trainer:
         Raises: TrainingError for a loss that is not finite or memory that does not suffice;
                 Interrupted for a signal before the first step is done.
         """
-        self.fingerprints = self._fingerprints()
+        self.watcher = self.watch(self) if self.watch is not None else None
         log_interval = self.parts.config.train.log_interval
         progress = Progress(self.first_step, self.steps, log_interval)
         self.parts.compiled.train()
@@ -184,33 +199,16 @@ class Trainer:
         recorder.restart_clock()
 
     def _update(self, batch: StepBatch) -> StepResult | None:
-        """Perform a step, its fingerprints around it when they are due."""
-        fingerprints = self.fingerprints
-        if fingerprints is None or not fingerprints.due(batch.step) or not batch.num_targets:
+        """Perform a step, watched where that is due."""
+        watcher = self.watcher
+        if watcher is None or not watcher.due(batch.step) or not batch.num_targets:
             return self.updater.step(batch)
         micro = batch.micro_batches[0]
-        fingerprints.before(batch.step, micro.inputs, micro.targets)
+        watcher.before(batch.step, micro.inputs, micro.targets)
         result = self.updater.step(batch)
         if result is not None:
-            fingerprints.after(batch.step, *result.values())
+            watcher.after(batch.step, *result.values())
         return result
-
-    def _fingerprints(self) -> TrainingFingerprints | None:
-        every = self.parts.config.run.drift_every
-        if not every:
-            return None
-        from xtrain.drift.training import TrainingFingerprints
-
-        return TrainingFingerprints(
-            self.parts.run.drift,
-            self.parts.model,
-            every=every,
-            autocast=self.autocast,
-            first_step=self.first_step,
-            rank=torch.distributed.get_rank() if torch.distributed.is_initialized() else 0,
-            configuration=self.parts.config.to_dict(),
-            optimizer_state=lambda: named_state(self.optimizer, self.names),
-        )
 
     def _finish(self, recorder: Recorder) -> dict[str, Any]:
         assert self.pending is not None

@@ -1,0 +1,314 @@
+"""How far results that belong together are apart: two tensors, two rows of a record, a forward.
+
+xtrain.drift.comparison.pairing says which belong together. Ops that only one side has (fused,
+decomposed, missing) are no divergence; they are listed apart.
+
+Of two records of other batches each prompt's part is compared, an even share of the leading
+dimension. A mixture of experts sorts the tokens of the whole batch, some models put time before
+the batch: the parts are then rows of other prompts, and their difference says nothing. Two things
+tell such rows from a batch that really computes otherwise. They differ by more than half of their
+digits, as no rounding of an op does; and what follows with rows of the prompt's own (the output of
+their block, else the logits) differs far less.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xtrain.drift.comparison.pairing import Alignment, Partners, common_order
+from xtrain.drift.recording.format import Columns, OpKey, Record, Step, shape_of
+from xtrain.drift.recording.tensors import (
+    CHUNK,
+    FLOATS,
+    NUM_NAN,
+    NUM_SAMPLES,
+    RMS,
+    coarser_dtype,
+    rms_of,
+    to_float64,
+)
+
+# --- two tensors ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far two tensors of one shape are apart; computed in fp64."""
+
+    max_abs: float  # inf when something that is not finite differs
+    max_ulps: float  # of the coarser dtype, at the larger of the two numbers and the rms of all
+    num_different: int
+    exact: bool = True  # False: a lower bound near it, from samples; 0: no figure can be given
+
+
+def distance(a: NDArray, dtype_a: str, b: NDArray, dtype_b: str) -> Distance:
+    """Return the distance of two arrays of bits; NaN in the same place is no difference."""
+    worst, ulps, count = 0.0, 0.0, 0
+    a, b = a.reshape(-1), b.reshape(-1)
+    coarser = coarser_dtype(dtype_a, dtype_b)
+    rms = max(rms_of(a, dtype_a), rms_of(b, dtype_b))
+    for start in range(0, a.size, CHUNK):
+        x = to_float64(a[start : start + CHUNK], dtype_a)
+        y = to_float64(b[start : start + CHUNK], dtype_b)
+        delta = absolute_difference(x, y)
+        count += int(np.count_nonzero(delta))
+        worst = max(worst, float(delta.max()))
+        ulps = max(ulps, max_ulps(delta, x, y, coarser, rms))
+    return Distance(worst, ulps, count)
+
+
+def absolute_difference(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return |x - y|: 0 for equal infinities or NaN in both places, inf for those in one."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        delta = np.abs(x - y)
+    strange = np.isnan(delta)
+    if strange.any():
+        delta[strange] = np.where(np.isnan(x) & np.isnan(y) | (x == y), 0.0, np.inf)[strange]
+    return delta
+
+
+def max_ulps(
+    delta: NDArray[np.float64],
+    x: NDArray[np.float64],
+    y: NDArray[np.float64],
+    dtype: str,
+    rms: float | NDArray[np.float64] = 0.0,
+) -> float:
+    """Return the largest delta in units of the last place of the largest of |x|, |y| and rms.
+
+    Beside numbers of a usual size a rounding error of theirs is many last places of one near zero.
+    """
+    if dtype not in FLOATS or not delta.size or not delta.any():
+        return 0.0
+    if np.isinf(delta).any():
+        return float("inf")
+    exponent_bits, mantissa = FLOATS[dtype]
+    smallest = 2 - (1 << (exponent_bits - 1))  # exponent of the smallest normal number
+    size = np.maximum(np.abs(np.nan_to_num(x)), np.abs(np.nan_to_num(y)))
+    exponent = np.maximum(np.frexp(np.maximum(size, rms))[1] - 1, smallest)
+    with np.errstate(over="ignore"):
+        return float(np.max(np.ldexp(delta, mantissa - exponent)))
+
+
+# --- the rows of two forwards ---------------------------------------------------------------------
+
+
+class Unmatched(NamedTuple):
+    """An op without a partner: one of two records lacks it, or has it in another shape."""
+
+    record: str  # "a" | "b": the one that has it; "both" when the shapes differ
+    path: str
+    op: str
+    times: int  # occurrences in all compared forwards
+
+
+def align(a: Sequence[OpKey], b: Sequence[OpKey]) -> Alignment:
+    """Return the common order of (path, op) alone, whatever the dtypes: of blocks."""
+    pairs = common_order([key[:2] for key in a], [key[:2] for key in b])
+    return Alignment.of(pairs, len(a), len(b))
+
+
+@dataclass(frozen=True)
+class RowDifferences:
+    """Of the aligned rows: which are comparable, and which of those differ."""
+
+    pairs: NDArray[np.int64]  # [n, 2]
+    comparable: NDArray[np.bool_]
+    different: NDArray[np.bool_]
+
+
+def differences(
+    pairs: NDArray[np.int64],
+    a: Columns,
+    b: Columns,
+    keys_a: Sequence[OpKey],
+    keys_b: Sequence[OpKey],
+    *,
+    same_layout: bool = True,
+) -> RowDifferences:
+    """Compare the rows of two forwards that belong together.
+
+    same_layout: both have the same batch and padding. Otherwise integers are not compared: counts,
+    positions and masks of a whole batch say nothing about one prompt.
+
+    A prompt's part is compared with the other's part; where the leading dimension was mistaken for
+    a batch (a table of T rows that all prompts share), the whole tensors are.
+    """
+    i, j = pairs[:, 0], pairs[:, 1]
+    comparable = np.zeros(len(pairs), bool)
+    equal = np.zeros(len(pairs), bool)
+    for shape_a, hash_a in ((a.shape, a.hash), (a.whole_shape, a.whole)):
+        for shape_b, hash_b in ((b.shape, b.hash), (b.whole_shape, b.whole)):
+            same_shape = (shape_a[i] == shape_b[j]).all(axis=1)
+            equal |= same_shape & (hash_a[i] == hash_b[j]).all(axis=1)
+            comparable |= same_shape
+    dtypes = np.array([[keys_a[x].dtype, keys_b[y].dtype] for x, y in pairs.tolist()], "U8")
+    same_dtype = dtypes.reshape(-1, 2)[:, 0] == dtypes.reshape(-1, 2)[:, 1]
+    same_bits = same_dtype & (a.hash[i] == b.hash[j]).all(axis=1)  # in whatever shape
+    equal |= same_bits
+    comparable |= same_bits
+    if not same_layout:
+        floats = np.array([key.dtype in FLOATS for key in keys_a], bool)
+        comparable &= floats[i]
+    different = comparable & ~equal
+    for row in np.flatnonzero(different):
+        if keys_a[i[row]].dtype != keys_b[j[row]].dtype:
+            # bits of two dtypes say nothing: what is left are the numbers that were kept
+            different[row] = seen_difference(a, b, i[row], j[row])[1] > 0
+    return RowDifferences(pairs, comparable, different)
+
+
+def seen_difference(a: Columns, b: Columns, i: int, j: int) -> tuple[NDArray[np.float64], float]:
+    """Return the differences of the samples, and the largest of them and of the statistics.
+
+    The largest difference of all is at least that: of any sample, of the minima, the maxima, the
+    means, and of the root mean squares.
+    """
+    x, y = a.samples[i], b.samples[j]
+    delta = np.zeros_like(x)
+    if (a.shape[i] == b.shape[j]).all():
+        delta = absolute_difference(x, y)
+    counts = slice(NUM_NAN, None)
+    if (a.statistics[i, counts] != b.statistics[j, counts]).any():
+        return delta, float("inf")
+    of_statistics = absolute_difference(a.statistics[i, :4], b.statistics[j, :4])
+    with np.errstate(over="ignore"):
+        rounding = 1e-12 * np.nan_to_num(np.abs(a.statistics[i, :4]))  # of sums in fp64
+    of_statistics = np.where(of_statistics > rounding, of_statistics, 0.0)
+    return delta, max(float(delta.max(initial=0.0)), float(of_statistics.max(initial=0.0)))
+
+
+def bound(a: Columns, b: Columns, i: int, j: int, dtype: str) -> Distance:
+    """Return the distance of two results as far as samples and statistics tell.
+
+    All numbers of a result that has no more than samples: exact. Where most samples differ the
+    largest is near the largest of all. Where few do, or none, nothing is near: no figure.
+    """
+    x, y = a.samples[i], b.samples[j]
+    delta, least = seen_difference(a, b, i, j)
+    count = int(np.count_nonzero(delta))
+    size = math.prod(shape_of(a.shape[i]))
+    whole = size <= NUM_SAMPLES and (a.shape[i] == b.shape[j]).all()
+    if not whole and np.isfinite(least) and count < min(size, NUM_SAMPLES) / 2:
+        return Distance(0.0, 0.0, count, exact=False)
+    rms = np.nanmax([a.statistics[i, RMS], b.statistics[j, RMS], 0.0])
+    worst = float(delta.max(initial=0.0)) if whole else least
+    ulps = max_ulps(delta, x, y, dtype, rms) if np.isfinite(least) else float("inf")
+    return Distance(worst, ulps, count, exact=bool(whole))
+
+
+def op_distance(
+    values: tuple[tuple[NDArray, str] | None, tuple[NDArray, str] | None],
+    columns: tuple[Columns, Columns],
+    rows: tuple[int, int],
+    dtypes: tuple[str, str],
+) -> Distance:
+    """Return how far an op's results are apart: exactly where both records hold the values."""
+    value_a, value_b = values
+    if value_a is not None and value_b is not None and value_a[0].shape == value_b[0].shape:
+        return distance(*value_a, *value_b)
+    return bound(*columns, *rows, coarser_dtype(*dtypes))
+
+
+# --- rows in an order of their own ----------------------------------------------------------------
+
+GROSS = 2.0**-5  # of a number's size, where a real difference went before
+FAR_LESS = 1 / 16
+
+Aside = set[tuple[int, int, int, int]]  # tables of ops of a and b, rows in them
+
+
+def out_of_order(a: Record, b: Record, partners: Partners) -> Aside:
+    """Return the results, in all forwards of a table, that some forward shows to be in disorder."""
+    found: Aside = set()
+    for case_a, case_b in zip(a.cases, b.cases, strict=True):
+        for step_a, step_b in zip(case_a.steps, case_b.steps, strict=False):
+            _look(step_a, step_b, partners, found)
+            if step_a.tokens != step_b.tokens:
+                break  # from here on the inputs differ
+    return found
+
+
+def set_aside(rows: RowDifferences, a: Step, b: Step, aside: Aside) -> RowDifferences:
+    """Return rows without those that are no prompt's own."""
+    tables = a.info["ops_table"], b.info["ops_table"]
+    own = np.array([(*tables, int(i), int(j)) not in aside for i, j in rows.pairs], bool)
+    return RowDifferences(rows.pairs, rows.comparable & own, rows.different & own)
+
+
+def _look(a: Step, b: Step, partners: Partners, found: Aside) -> None:
+    keys_a, keys_b = a.keys("ops"), b.keys("ops")
+    if not keys_a or not keys_b:
+        return
+    columns = a.columns("ops"), b.columns("ops")
+    rows = differences(partners(a, b).pairs, *columns, keys_a, keys_b, same_layout=False)
+    after: dict[str, float] = {}
+    limit = 0.0
+    for i, j in rows.pairs[rows.different].tolist():
+        name = a.info["ops_table"], b.info["ops_table"], i, j
+        if name in found:
+            continue
+        share = _share(*columns, i, j)
+        if share <= max(limit, _half_the_digits(keys_a[i].dtype, keys_b[j].dtype)):
+            limit = GROSS  # what follows may have made more of this difference
+            continue
+        block = _block_of(keys_a[i].path, a)
+        if block not in after:
+            after[block] = _share_after(a, b, block)
+        if after[block] < share * FAR_LESS:
+            found.add(name)
+
+
+def _half_the_digits(dtype_a: str, dtype_b: str) -> float:
+    """Return a share of a number's size that one op's roundings never come near."""
+    return 2.0 ** -(FLOATS[coarser_dtype(dtype_a, dtype_b)][1] / 2)
+
+
+def _block_of(path: str, step: Step) -> str:
+    names = (key.path for key in step.keys("blocks"))
+    return next((name for name in names if f"{path}.".startswith(f"{name}.")), "")
+
+
+def _share_after(a: Step, b: Step, block: str) -> float:
+    """Return the difference of a block's output, else of the logits, as a share of its size."""
+    shares = []
+    columns = a.columns("blocks"), b.columns("blocks")
+    for i, j in align(a.keys("blocks"), b.keys("blocks")).pairs.tolist():
+        if a.keys("blocks")[i].path != block:
+            continue
+        (bits_a, dtype_a), (bits_b, dtype_b) = a.rows(i), b.rows(j)
+        if bits_a.shape == bits_b.shape and bits_a.size:
+            shares.append(_of_values(to_float64(bits_a, dtype_a), to_float64(bits_b, dtype_b)))
+            shares.append(_share(*columns, i, j))
+    if not shares:
+        shares.append(_of_values(a.logits_float64(), b.logits_float64()))
+    return max(shares)
+
+
+def _share(a: Columns, b: Columns, i: int, j: int) -> float:
+    """Return the largest difference of samples and statistics as a share of their size."""
+    x, y = a.statistics[i], b.statistics[j]
+    if (a.shape[i] != b.shape[j]).any() or (x[NUM_NAN:] != y[NUM_NAN:]).any():
+        return np.inf
+    rms = np.nanmax([x[RMS], y[RMS], 0.0])
+    return max(_ratio(a.samples[i], b.samples[j], rms), _ratio(x[:NUM_NAN], y[:NUM_NAN], rms))
+
+
+def _of_values(x: NDArray[np.float64], y: NDArray[np.float64]) -> float:
+    kept = x[np.isfinite(x)]
+    return _ratio(x, y, np.sqrt(np.mean(kept * kept)) if kept.size else 0.0)
+
+
+def _ratio(x: NDArray[np.float64], y: NDArray[np.float64], rms: float) -> float:
+    delta = absolute_difference(x, y)
+    size = np.maximum(np.fmax(np.abs(x), np.abs(y)), rms)
+    with np.errstate(all="ignore"):
+        shares = np.where(delta > 0, delta / size, 0.0)
+    shares[np.isnan(shares)] = np.inf  # of infinities
+    return float(shares.max(initial=0.0))

@@ -1,0 +1,415 @@
+"""A comparison as tables for the terminal, as plain values for --json, as one page for --html."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+from xtrain.command_line import show
+from xtrain.drift.comparison.differences import Distance
+from xtrain.drift.comparison.margins import Margins, margins
+from xtrain.drift.comparison.records import Comparison, Divergence, Position, PromptResult
+from xtrain.drift.errors import DriftError
+from xtrain.drift.recording.format import Record
+from xtrain.report import BAD, FIRST, line_plot, render, scatter_plot
+
+MAX_ROWS = 12
+MAX_TEXT = 60
+MAX_POINTS = 4000  # of the scatter plot: those nearest to a flip
+VERDICT_COLOURS = ("#1a7f37", "#0969da", "#bf8700", "#cf222e", "#6e7781")  # by exit code
+PROMPTS = ("prompt", "steps", "ops", "logits", "tokens", "differs from")
+GROWTH = ("block output", "max difference", "ulp", "relative to rms", "places that differ")
+WHERE = {
+    "a": "A alone",
+    "b": "B alone",
+    "both": "both, other shape, or integers or rows of a whole batch",
+}
+
+
+def as_text(comparison: Comparison) -> str:
+    """Return the whole report; the verdict comes last, where a terminal shows it."""
+    parts = [
+        _changes(comparison),
+        _names(comparison),
+        _observer(comparison),
+        _prompts(comparison),
+        _divergence(comparison),
+        _growth(comparison),
+        _unmatched(comparison),
+        _tokens(comparison),
+        _margins(comparison),
+        f"verdict {comparison.exit_code}: {comparison.verdict}",
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def as_json(comparison: Comparison) -> dict[str, Any]:
+    """Return the report as JSON holds it; infinities and NaN are text."""
+    first = comparison.first_divergence
+    return plain(
+        {
+            "exit_code": comparison.exit_code,
+            "verdict": comparison.verdict,
+            "a": str(comparison.a.path),
+            "b": str(comparison.b.path),
+            "environment_changes": [change._asdict() for change in comparison.changes],
+            "observer_effect": {
+                side: record.contents["observer_effect"]
+                for side, record in (("a", comparison.a), ("b", comparison.b))
+            },
+            "first_divergence": _divergence_values(first) if first else None,
+            "prompts": [_prompt_values(prompt) for prompt in comparison.prompts],
+            "growth": [vars(layer) for layer in comparison.growth],
+            "unmatched": [item._asdict() for item in comparison.unmatched],
+            "renamed": comparison.renamed,
+            "num_matched": comparison.num_matched,
+            "num_positions": len(comparison.positions),
+            "num_can_flip": sum(p.can_flip for p in comparison.positions),
+            "num_flipped": sum(p.flipped for p in comparison.positions),
+            "max_shift": comparison.max_shift,
+            "tightest": _position_values(comparison, comparison.tightest),
+            "smallest_margin": _position_values(comparison, comparison.smallest_margin),
+            "positions": [vars(position) for position in comparison.positions],
+            "margins": {
+                side: _margin_values(margins(record))
+                for side, record in (("a", comparison.a), ("b", comparison.b))
+            },
+        }
+    )
+
+
+def size_text(size: Distance) -> str:
+    """Return "1.2e-07 (3 ulp)"; a lower bound says so; no figure where none is near."""
+    if size.max_abs == 0 and not size.exact:
+        return "not to be seen in the samples; record with --tensors"
+    ulps = f" ({size.max_ulps:.3g} ulp)" if size.max_ulps else ""
+    return f"{'' if size.exact else 'at least '}{size.max_abs:.3g}{ulps}"
+
+
+def context(record: Record, position: Position) -> str:
+    """Return the text that leads to a place, or its last tokens where no text is known."""
+    case = record.cases[position.prompt]
+    tokens = [step.tokens[-1] for step in case.steps[: position.step]]
+    if case.prompt["tokens"] is None:
+        return "its input"
+    if record.run["decode"] is None:
+        return f"tokens {case.prompt['tokens'][: position.position + 1][-8:]}"
+    text, generated = case.prompt["text"], case.text
+    if text is None or generated is None:
+        return f"tokens {(case.prompt['tokens'] + tokens)[-8:]}"
+    end = case.steps[position.step].info.get("text_end")
+    if end is None:  # a record from before: as much of the text as of the tokens, exact for bytes
+        end = round(len(generated) * position.step / max(len(case.steps), 1))
+    return repr((text + generated[:end])[-MAX_TEXT:])
+
+
+def _changes(comparison: Comparison) -> str:
+    if not comparison.changes:
+        return "environment: the same"
+    rows = [(c.name, _short(c.a), _short(c.b)) for c in comparison.changes]
+    table = tabulate(rows, ("setting", "A", "B"), disable_numparse=True)
+    text = f"what differs in environment and run\n{table}"
+    names = {change.name for change in comparison.changes}
+    if names >= {"run.mode", "run.pad_to"}:  # compiled modes pad by themselves
+        text += "\nthe padding differs beside the mode; --pad-to auto records both alike"
+    return text
+
+
+def _names(comparison: Comparison) -> str:
+    renamed = comparison.renamed
+    if not renamed:
+        return ""
+    return f"{len(renamed)} weights have other names: {renamed[0][0]} of B is {renamed[0][1]} of A"
+
+
+def _observer(comparison: Comparison) -> str:
+    return "\n".join(
+        f"observer effect in {side}: watched, the logits move by {effect['max_abs']:.3g}"
+        + _whose_logits(record)
+        for side, record, effect in _effects(comparison)
+    )
+
+
+def _effects(comparison: Comparison) -> list[tuple[str, Record, dict[str, Any]]]:
+    """Return (side, record, effect) of what watching the model has changed."""
+    sides = (("A", comparison.a), ("B", comparison.b))
+    found = [(side, record, record.contents["observer_effect"]) for side, record in sides]
+    return [item for item in found if item[2] and item[2]["differs"]]
+
+
+def _whose_logits(record: Record) -> str:
+    if record.run["mode"] in ("aot_eager", "inductor"):
+        return "; those of the unwatched run are recorded"
+    return " (the model computes otherwise where modules have hooks); try --mode aot_eager"
+
+
+def _prompts(comparison: Comparison) -> str:
+    order = sorted(
+        comparison.prompts, key=lambda p: (p.tokens_equal, p.logits_equal, p.ops_equal, p.prompt)
+    )  # what differs is within the rows that are shown
+    return _table(_prompt_rows(order), PROMPTS) if order else ""
+
+
+def _prompt_rows(results: Iterable[PromptResult]) -> list[tuple[Any, ...]]:
+    return [(p.prompt, p.num_steps, *p.words, _place(p.first_divergence)) for p in results]
+
+
+def _place(first: Divergence | None) -> str:
+    return "-" if first is None else f"step {first.step}, {first}"
+
+
+def _divergence(comparison: Comparison) -> str:
+    first = comparison.first_divergence
+    if first is None:
+        return "no difference in any op that both have" if comparison.prompts else ""
+    dtypes = first.dtypes[0] if len(set(first.dtypes)) == 1 else " against ".join(first.dtypes)
+    lines = [
+        f"first difference: {first.op} in {first.module_path or 'the model itself'}",
+        f"  prompt {first.prompt}, step {first.step}, result {list(first.shape)} {dtypes}",
+        f"  size {size_text(first.distance)}",
+    ]
+    if first.cause:
+        lines.append(f"  {first.cause}")
+    if len(set(first.dtypes)) > 1:
+        lines.append("  the dtypes differ: compared as numbers, in the wider one")
+    return "\n".join(lines)
+
+
+def _growth(comparison: Comparison) -> str:
+    rows = _growth_rows(comparison)
+    return "growth by layer\n" + tabulate(rows, GROWTH, floatfmt=".3g") if rows else ""
+
+
+def _growth_rows(comparison: Comparison) -> list[tuple[Any, ...]]:
+    """Return a row per block; none where no block differs."""
+    rows = [
+        (g.path, g.max_abs, g.max_ulps, g.max_relative, f"{g.num_different}/{g.num_compared}")
+        for g in comparison.growth
+        if g.num_compared
+    ]
+    return rows if any(row[1] for row in rows) else []
+
+
+def _unmatched(comparison: Comparison) -> str:
+    if not comparison.unmatched:
+        return ""
+    counts: Counter[tuple[str, str]] = Counter()
+    for item in comparison.unmatched:
+        counts[item.record, item.op] += item.times
+    rows = [(WHERE[side], op, count) for (side, op), count in counts.items()]
+    rows.sort(key=lambda row: -row[2])
+    title = f"ops without partner, not compared ({comparison.num_matched} results were)"
+    return title + "\n" + _table(rows, ("in", "op", "times"))
+
+
+def _tokens(comparison: Comparison) -> str:
+    if not comparison.positions:
+        return ""
+    lines = [_counts(comparison)]
+    places = {"smallest margin": comparison.smallest_margin}
+    if comparison.max_shift > 0:
+        places["tightest against its shift"] = comparison.tightest
+    for name, place in places.items():
+        if place is not None:
+            lines.append(
+                f"{name}: {place.margin:.3g} (shift {place.shift:.3g}) at {place}, tokens "
+                f"{place.token_a} over {place.runner_up}, after {context(comparison.a, place)}"
+            )
+    return "\n".join(lines)
+
+
+def _counts(comparison: Comparison) -> str:
+    positions = comparison.positions
+    return (
+        f"{len(positions)} places: the largest shift of a pair is {comparison.max_shift:.3g}, "
+        f"{sum(p.can_flip for p in positions)} can flip, {sum(p.flipped for p in positions)} did"
+    )
+
+
+def _margins(comparison: Comparison) -> str:
+    found = _of_both(comparison)
+    if found is None:
+        return ""
+    ends = found[-1][1].ends
+    headers = ("", f"median margin, first {ends} steps", f"last {ends} steps", "end in a loop")
+    return tabulate(_margin_rows(found), headers, floatfmt=".3g")
+
+
+def _of_both(comparison: Comparison) -> list[tuple[str, Margins]] | None:
+    """Return the margins of A and B, None where one of them has not two steps."""
+    found = [(side, margins(r)) for side, r in (("A", comparison.a), ("B", comparison.b))]
+    kept = [(side, item) for side, item in found if item is not None and len(item.by_step) > 1]
+    return kept if len(kept) == 2 else None
+
+
+def _margin_rows(found: Sequence[tuple[str, Margins]]) -> list[tuple[Any, ...]]:
+    rows = []
+    for side, item in found:
+        loops = f"{len(item.loops)} of {item.num_prompts} prompts"
+        if starts := sorted(loop.start for loop in item.loops):
+            loops += f", from step {starts[len(starts) // 2]} (median)"
+        rows.append((side, item.first, item.last, loops))
+    return rows
+
+
+def _prompt_values(result: PromptResult) -> dict[str, Any]:
+    first = result.first_divergence
+    return {**vars(result), "first_divergence": _divergence_values(first) if first else None}
+
+
+def _divergence_values(divergence: Divergence) -> dict[str, Any]:
+    return {**vars(divergence), "distance": vars(divergence.distance)}
+
+
+def _position_values(comparison: Comparison, position: Position | None) -> dict[str, Any] | None:
+    if position is None:
+        return None
+    return {**vars(position), "context": context(comparison.a, position)}
+
+
+def _margin_values(found: Margins | None) -> dict[str, Any] | None:
+    return None if found is None else {**vars(found), "loops": [vars(x) for x in found.loops]}
+
+
+def plain(value: Any) -> Any:
+    """Return values as JSON holds them: lists, and text for what is not finite."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def _table(rows: Sequence[Sequence[Any]], headers: Sequence[str]) -> str:
+    shown = list(rows[:MAX_ROWS])
+    text = tabulate(shown, headers, disable_numparse=True)
+    return text + (f"\n({len(rows) - MAX_ROWS} more rows)" if len(rows) > MAX_ROWS else "")
+
+
+def _short(value: Any) -> str:
+    text = _words(value)
+    return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 3]}..."
+
+
+def _words(value: Any) -> str:
+    if value is None:
+        return "-"
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+# --- the page ------------------------------------------------------------------------------------
+
+
+def page(comparison: Comparison) -> str:
+    """Return the page; it loads nothing from anywhere."""
+    layers, found = _growth_rows(comparison), _of_both(comparison)
+    first, changed = comparison.first_divergence, {change.name for change in comparison.changes}
+    places = {
+        "smallest margin": comparison.smallest_margin,
+        "nearest to a flip": comparison.tightest,
+    }
+    return _page(
+        f"{comparison.a.path.name} and {comparison.b.path.name}",
+        comparison.exit_code,
+        verdict=comparison.verdict,
+        first=first,
+        size=first and size_text(first.distance),
+        effects=[(side, f"{e['max_abs']:.3g}") for side, _, e in _effects(comparison)],
+        growth_headers=GROWTH,
+        growth=layers,
+        growth_plot=layers
+        and line_plot(
+            "Largest difference of each block's output",
+            {"largest difference": [row[1] for row in layers]},
+            x_label="block",
+            y_label="largest difference",
+            x_names=[row[0] for row in layers],
+        ),
+        counts=comparison.positions and _counts(comparison),
+        scatter=comparison.max_shift > 0 and _scatter(comparison.positions),
+        places=[
+            (
+                name,
+                place.margin,
+                place.shift,
+                str(place),
+                f"{place.token_a} over {place.runner_up}",
+                context(comparison.a, place),
+            )
+            for name, place in places.items()
+            if place is not None
+        ],
+        margins=_margin_rows(found or ()),
+        ends=found and found[-1][1].ends,
+        margins_plot=found
+        and line_plot(
+            "Median margin by step",
+            {side: item.by_step for side, item in found},
+            x_label="step",
+            y_label="median margin over the prompts",
+        ),
+        prompt_headers=PROMPTS,
+        prompts=_prompt_rows(comparison.prompts),
+        unmatched=[
+            (WHERE[u.record], u.path or "model", u.op, u.times) for u in comparison.unmatched
+        ],
+        changes=[(c.name, _words(c.a), _words(c.b)) for c in comparison.changes],
+        same=[
+            (name, _words(value))
+            for name, value in comparison.a.environment.items()
+            if name not in changed
+        ],
+    )
+
+
+def training_page(text: str, exit_code: int) -> str:
+    """Return the page of two training runs: their report as it is."""
+    return _page("two training runs", exit_code, verdict="", text=text)
+
+
+def _page(names: str, exit_code: int, **values: Any) -> str:
+    title, colour = f"Drift: {names}", VERDICT_COLOURS[exit_code]
+    values = {"text": "", "names": names, "title": title, "colour": colour, **values}
+    return render(Path(__file__).with_name("page.html"), exit_code=exit_code, **values)
+
+
+def _scatter(positions: Sequence[Position]) -> Any:
+    points: dict[str, list[tuple[float, float, str]]] = {FIRST: [], BAD: []}
+    for place in sorted(positions, key=lambda p: p.margin - p.shift)[:MAX_POINTS]:
+        tip = f"{place}: margin {place.margin:.3g}, shift {place.shift:.3g}"
+        points[BAD if place.can_flip else FIRST].append((place.shift, place.margin, tip))
+    title = "Margin of the chosen token against the largest shift of a pair, by place"
+    return scatter_plot(title, points, x_label="shift", y_label="margin", zero="0: at the edge")
+
+
+# --- where results go ----------------------------------------------------------------------------
+
+
+def deliver(path: str | None, values: Callable[[], Any], text: Callable[[], str]) -> None:
+    """Show a report as text; with a path of --json write its values there, "-": instead.
+
+    Raises: DriftError where that is impossible.
+    """
+    if path:
+        written = json.dumps(values(), indent=1, allow_nan=False) + "\n"
+        if path == "-":
+            show(written)
+            return
+        write_text(path, written)
+    show(text())
+
+
+def write_text(path: str, text: str) -> None:
+    """Write a report. Raises: DriftError where that is impossible."""
+    try:
+        Path(path).write_text(text, encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise DriftError(f"cannot write {path}: {error.strerror}") from None
