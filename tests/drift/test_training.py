@@ -20,7 +20,7 @@ from xtrain.drift import DriftError
 from xtrain.drift.command import main
 from xtrain.drift.comparison.training import compare_training
 from xtrain.drift.recording.training import TrainingFingerprints
-from xtrain.ops.dropout import dropout_reference
+from xtrain.ops.dropout.op import dropout_reference
 from xtrain.rng import site_seed
 from xtrain.training import session
 
