@@ -23,7 +23,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,11 +86,6 @@ def is_number(value: Any) -> bool:
     if type(value) is float:
         return math.isfinite(value)
     return type(value) is int and abs(value) < 2**1000 or value in ("nan", "inf", "-inf")
-
-
-def json_number(value: float) -> float | str:
-    """Return a number as JSON holds it: text for what is not finite."""
-    return float(value) if math.isfinite(value) else str(float(value))
 
 
 def is_hash(value: Any) -> bool:
@@ -276,7 +271,7 @@ class Columns:
     @classmethod
     def row(cls, result: Result) -> list[Any]:
         """Return what the columns keep of a result."""
-        return [item.metadata["of"](result) for item in fields(cls)]
+        return [of(result) for of in _makers(cls)]
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[Any]]) -> Columns:
@@ -286,6 +281,11 @@ class Columns:
             dtype, width = DTYPES[item.metadata["dtype"]][0], item.metadata["width"]
             found[item.name] = np.array([row[number] for row in rows], dtype).reshape(-1, width)
         return cls(**found)
+
+
+@cache
+def _makers(columns: type[Columns]) -> list[Callable[[Result], Any]]:
+    return [item.metadata["of"] for item in fields(columns)]
 
 
 def _eight(shape: tuple[int, ...]) -> list[int]:
@@ -344,10 +344,9 @@ class Step:
     def value(self, index: int) -> tuple[NDArray, str] | None:
         """Return (bits, dtype) of an op's whole result, None where it was not kept."""
         name = f"{self.prefix}/{index:05d}"
-        values = self.case.values
-        if values is not None:
-            return (values[name], values.dtype(name)) if name in values else None
-        return self.small.get(index)
+        if (values := self.case.values) is None:
+            return self.small.get(index)
+        return (values[name], values.dtype(name)) if name in values else None
 
     @cached_property
     def small(self) -> dict[int, tuple[NDArray, str]]:
