@@ -284,7 +284,7 @@ class Columns:
 
 
 @cache
-def _makers(columns: type[Columns]) -> list[Callable[[Result], Any]]:
+def _makers(columns: Any) -> list[Callable[[Result], Any]]:
     return [item.metadata["of"] for item in fields(columns)]
 
 
