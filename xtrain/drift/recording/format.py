@@ -23,7 +23,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -269,9 +269,9 @@ class Columns:
     samples: NDArray[np.float64] = column("F64", NUM_SAMPLES, lambda r: r.mark.samples)
 
     @classmethod
-    def row(cls, result: Result) -> list[Any]:
-        """Return what the columns keep of a result."""
-        return [of(result) for of in _makers(cls)]
+    def makers(cls) -> list[Callable[[Result], Any]]:
+        """Return what gives each column's numbers of a result."""
+        return [item.metadata["of"] for item in fields(cls)]
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[Any]]) -> Columns:
@@ -281,11 +281,6 @@ class Columns:
             dtype, width = DTYPES[item.metadata["dtype"]][0], item.metadata["width"]
             found[item.name] = np.array([row[number] for row in rows], dtype).reshape(-1, width)
         return cls(**found)
-
-
-@cache
-def _makers(columns: Any) -> list[Callable[[Result], Any]]:
-    return [item.metadata["of"] for item in fields(columns)]
 
 
 def _eight(shape: tuple[int, ...]) -> list[int]:
