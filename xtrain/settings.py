@@ -98,11 +98,14 @@ class Flag:
         if self.kind is bool:
             add(f"--{self.name}", action="store_true", help=about["meaning"])
             return
-        words = about.get("shown", self.default)
-        plain = self.kind if "words" not in about else str
-        text = f"{about['meaning']} [{words:g}]" if self.kind is float else ""
-        text = text or f"{about['meaning']} [{words}]"
-        add(f"--{self.name}", type=plain, metavar=about.get("metavar"), help=text)
+        default = about.get("shown", self.default)
+        text = f"{default:g}" if isinstance(default, float) else default
+        add(
+            f"--{self.name}",
+            type=str if "words" in about else self.kind,
+            metavar=about.get("metavar"),
+            help=f"{about['meaning']} [{text}]",
+        )
 
     def was_given(self, args: argparse.Namespace) -> bool:
         """Return whether it stands on the command line."""
@@ -144,7 +147,8 @@ def flags(*sections: Any) -> dict[str, Flag]:
                 continue
             about: dict[str, Any] = {"name": item.name.replace("_", "-"), "default": item.default}
             about |= {**item.metadata, **other}
-            kind = next(k for k in kinds_of(type_hints(section)[item.name]) if k in _KIND_NAMES)
+            kinds = kinds_of(type_hints(section)[item.name])
+            kind = next((k for k in kinds if k in _KIND_NAMES), str)
             flag = Flag(item.name, about["name"], kind, about["default"], about)
             found[flag.name] = flag
     return found

@@ -13,7 +13,7 @@ import pytest
 from drift_models import Rowwise, prompts, subject, tokens
 from forge import damage, edited, put, redo_manifest, tensors_of, write_tensors
 
-from xtrain.drift import compare, record
+from xtrain.drift import DriftError, Record, compare, record
 from xtrain.drift.command import main
 from xtrain.drift.recording.recorder import record_prompts
 from xtrain.drift.settings import Run
@@ -84,6 +84,19 @@ FORGED = [
     ("record.json", put(-3, "model", "weights", 0, "shape", 0), "model.weights[0].shape"),
     ("record.json", put("F99", "model", "weights", 0, "dtype"), "model.weights[0].dtype"),
     ("record.json", lambda v: v["model"]["weights"].append(v["model"]["weights"][0]), "twice"),
+    ("record.json", put([], "environment"), "record.json is damaged: environment is []"),
+    ("record.json", remove("run", "decode"), "record.json is damaged: run.decode is missing"),
+    ("record.json", put(3, "model", "weights"), "record.json is damaged: model.weights is 3"),
+    ("record.json", put([], "prompts"), "record.json is damaged: prompts is []"),
+    (
+        "record.json",
+        put({"a": 1}, "observer_effect"),
+        "damaged: observer_effect.differs is missing",
+    ),
+    ("case_0000.json", put(None, "steps", 0, "tokens"), "damaged: steps[0].tokens is None"),
+    ("case_0000.json", put([], "steps", 0, "margin"), "damaged: steps[0].margin has 0 numbers"),
+    ("case_0000.json", put(99, "steps", 0, "ops_table"), "damaged: steps[0].ops_table is 99"),
+    ("case_0000.json", put(3, "steps"), "case_0000.json is damaged: steps is 3"),
     # what compare does not look at, but which is in the record twice
     ("case_0000.json", put(9.0, "steps", 0, "margin", 0), "steps[0].margin"),
     ("case_0001.json", put(9.0, "steps", 1, "top_logits", 0, 2), "steps[1].top_logits"),
@@ -97,6 +110,44 @@ FORGED = [
 def test_a_forged_record_is_one_line(base, tmp_path, capfd, name, edit, message):
     forged = edited(base / "decoded", tmp_path / "b", name, edit)
     assert message in refused(capfd, base / "decoded", forged)
+
+
+BROKEN = [
+    ("record.json", "cut", "bytes, not"),
+    ("record.json", "edit", "was changed after it was written"),
+    ("case_0000.safetensors", "cut", "bytes, not"),
+    ("case_0000.safetensors", "edit", "was changed after it was written"),
+    ("case_0000.json", "delete", "case_0000.json is missing"),
+    ("manifest.json", "cut", "is damaged"),
+    ("manifest.json", "delete", "is no complete record: manifest.json is missing"),
+    ("manifest.json", "version", "has schema version 3, this xtrain reads 1 to 2"),
+    ("manifest.json", "foreign", "is no record"),
+    ("manifest.json", "list", "is no record"),
+    ("manifest.json", "files", "manifest.json is damaged"),
+]
+
+
+@pytest.mark.parametrize(("name", "how", "message"), BROKEN)
+def test_a_broken_record_is_one_line(base, tmp_path, name, how, message):
+    out = tmp_path / "a.drift"
+    shutil.copytree(base / "forward", out)
+    file = out / name
+    text = file.read_bytes()
+    if how == "cut":
+        file.write_bytes(text[: len(text) // 2])
+    elif how == "edit":
+        file.write_bytes(text[:-9] + bytes([text[-9] ^ 1]) + text[-8:])
+    elif how == "delete":
+        file.unlink()
+    else:
+        contents = json.loads(text)
+        contents |= {"version": 3} if how == "version" else {}
+        contents |= {"format": "other"} if how == "foreign" else {}
+        contents |= {"files": ["record.json"]} if how == "files" else {}
+        file.write_text(json.dumps([] if how == "list" else contents))
+    with pytest.raises(DriftError, match=message) as caught:
+        Record(out)
+    assert "\n" not in str(caught.value)
 
 
 def test_the_length_of_a_single_forward(base, tmp_path, capfd):

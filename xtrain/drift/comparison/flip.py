@@ -17,7 +17,7 @@ NumPy alone: the same code serves live tensors and records that are read without
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -56,15 +56,7 @@ class FlipVerdict:
         return len(self.token)
 
     def __getitem__(self, position: int) -> PositionVerdict:
-        return PositionVerdict(
-            int(self.token[position]),
-            int(self.token_b[position]),
-            int(self.runner_up[position]),
-            float(self.margin[position]),
-            float(self.shift[position]),
-            bool(self.can_flip[position]),
-            bool(self.flipped[position]),
-        )
+        return PositionVerdict(*(getattr(self, f.name)[position].item() for f in fields(self)))
 
     def __iter__(self) -> Iterator[PositionVerdict]:
         return (self[position] for position in range(len(self)))

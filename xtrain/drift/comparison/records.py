@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -35,7 +36,7 @@ from xtrain.drift.comparison.differences import (
 )
 from xtrain.drift.comparison.flip import flip_verdict
 from xtrain.drift.comparison.pairing import Partners
-from xtrain.drift.recording.format import Case, Columns, OpKey, Record, Step
+from xtrain.drift.recording.format import Case, Columns, OpKey, Record, Step, shape_of
 from xtrain.drift.recording.tensors import coarser_dtype, to_float64
 
 if TYPE_CHECKING:
@@ -305,7 +306,6 @@ def _divergence(kind: str, a: Step, b: Step, i: int, j: int) -> tuple[float, Div
     place: float = i
     if kind == "blocks":
         place = _end_of(key_a.path, a.keys("ops"), i)
-    shape = tuple(int(n) for n in columns[0].shape[i] if n >= 0)
     divergence = Divergence(
         module_path=key_a.path,
         op=key_a.op,
@@ -313,7 +313,7 @@ def _divergence(kind: str, a: Step, b: Step, i: int, j: int) -> tuple[float, Div
         step=a.number,
         index=int(place),
         dtypes=(key_a.dtype, key_b.dtype),
-        shape=shape,
+        shape=shape_of(columns[0].shape[i]),
         distance=size,
     )
     return place, divergence
@@ -322,7 +322,7 @@ def _divergence(kind: str, a: Step, b: Step, i: int, j: int) -> tuple[float, Div
 def _whole_rows(a: Step, b: Step, i: int, j: int) -> tuple[Any, Any]:
     """Return a block's rows as its values where they are all of it; else nothing is exact."""
     rows_a, rows_b = a.rows(i), b.rows(j)
-    size = int(np.prod([n for n in a.columns("blocks").shape[i] if n >= 0]))
+    size = math.prod(shape_of(a.columns("blocks").shape[i]))
     return (rows_a, rows_b) if rows_a[0].size == size else (None, None)
 
 

@@ -88,11 +88,6 @@ def is_number(value: Any) -> bool:
     return type(value) is int and abs(value) < 2**1000 or value in ("nan", "inf", "-inf")
 
 
-def json_number(value: float) -> float | str:
-    """Return a number as JSON holds it: text for what is not finite."""
-    return float(value) if math.isfinite(value) else str(float(value))
-
-
 def is_hash(value: Any) -> bool:
     """Return whether a value is one xxh3_128 or several, in hexadecimal."""
     return isinstance(value, str) and re.fullmatch("([0-9a-f]{32})+", value) is not None
@@ -274,9 +269,9 @@ class Columns:
     samples: NDArray[np.float64] = column("F64", NUM_SAMPLES, lambda r: r.mark.samples)
 
     @classmethod
-    def row(cls, result: Result) -> list[Any]:
-        """Return what the columns keep of a result."""
-        return [item.metadata["of"](result) for item in fields(cls)]
+    def makers(cls) -> list[Callable[[Result], Any]]:
+        """Return what gives each column's numbers of a result."""
+        return [item.metadata["of"] for item in fields(cls)]
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[Any]]) -> Columns:
@@ -344,10 +339,9 @@ class Step:
     def value(self, index: int) -> tuple[NDArray, str] | None:
         """Return (bits, dtype) of an op's whole result, None where it was not kept."""
         name = f"{self.prefix}/{index:05d}"
-        values = self.case.values
-        if values is not None:
-            return (values[name], values.dtype(name)) if name in values else None
-        return self.small.get(index)
+        if (values := self.case.values) is None:
+            return self.small.get(index)
+        return (values[name], values.dtype(name)) if name in values else None
 
     @cached_property
     def small(self) -> dict[int, tuple[NDArray, str]]:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from xtrain.drift.errors import DriftError
 from xtrain.drift.recording.environment import collect
-from xtrain.drift.recording.format import Record, json_number
+from xtrain.drift.recording.format import Record
 from xtrain.drift.recording.observe import Origins, Runner, logits_of, observed
 from xtrain.drift.recording.subject import (
     Subject,
@@ -37,7 +37,7 @@ from xtrain.drift.recording.subject import (
     placement,
     weight_sizes,
 )
-from xtrain.drift.recording.tensors import hash_bits
+from xtrain.drift.recording.tensors import hash_bits, json_number
 from xtrain.drift.recording.writing import (
     CaseWriter,
     Collector,

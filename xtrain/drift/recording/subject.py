@@ -25,8 +25,14 @@ import xxhash
 from torch import Tensor, nn
 
 from xtrain.drift.errors import DriftError
-from xtrain.drift.recording.format import json_number
-from xtrain.drift.recording.tensors import DTYPES, ROUNDED_TO, file_hash, same_nan, samples_of
+from xtrain.drift.recording.tensors import (
+    DTYPES,
+    ROUNDED_TO,
+    file_hash,
+    json_number,
+    same_nan,
+    samples_of,
+)
 from xtrain.drift.recording.writing import to_bits
 from xtrain.files import file_bytes, json_value, why
 

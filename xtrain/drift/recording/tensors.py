@@ -205,6 +205,11 @@ def _fp8_table(exponent_bits: int, mantissa_bits: int, finite_only: bool) -> NDA
 _FP8 = {"F8_E4M3": _fp8_table(4, 3, True), "F8_E5M2": _fp8_table(5, 2, False)}
 
 
+def json_number(value: float) -> float | str:
+    """Return a number as JSON holds it: text for what is not finite."""
+    return float(value) if math.isfinite(value) else str(float(value))
+
+
 # --- safetensors files ---------------------------------------------------------------------------
 
 MAX_HEADER = 100_000_000  # bytes; the format's own limit

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from xtrain import torch_compat
 from xtrain.drift.recording.environment import collect
-from xtrain.drift.recording.format import json_number
 from xtrain.drift.recording.observe import Observer, OpSink, Origins
-from xtrain.drift.recording.tensors import fingerprint, write_json
+from xtrain.drift.recording.tensors import fingerprint, json_number, write_json
 from xtrain.drift.recording.training_folder import (
     FORMAT,
     VERSION,

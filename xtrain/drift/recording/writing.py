@@ -303,6 +303,7 @@ class Collector:
         self.split = layout.batch > 1 or layout.padded
         self.keys: dict[str, list[OpKey]] = {"ops": [], "blocks": []}
         self.formulas: list[Formula] = []  # of the ops
+        self.makers = Columns.makers()
         self.rows: dict[str, list[list[Any]]] = {k: [[] for _ in writers] for k in self.keys}
 
     def add_op(
@@ -333,7 +334,8 @@ class Collector:
             strange = any(mark.statistics[NUM_NAN] for mark in marks)
             whole = hash_bits(same_nan(bits.reshape(-1), dtype) if strange else bits)
         for row, (writer, part, mark) in enumerate(zip(self.writers, parts, marks, strict=True)):
-            self.rows[kind][row].append(Columns.row(Result(part, mark, whole, bits.shape)))
+            result = Result(part, mark, whole, bits.shape)
+            self.rows[kind][row].append([of(result) for of in self.makers])
             if kind == "ops":
                 writer.add_value(index, part, dtype)
         return bits, dtype
