@@ -501,7 +501,10 @@ def test_a_detach_or_a_hook_on_what_lies_between_is_no_part_of_a_match():
         return y
 
     inputs = (t.requires_grad_() for t in (x, y, w))
-    assert_left_alone(use_triton_rms_norm, hooked, *inputs, reason="a hook hangs on a value")
+    # torch 2.11's Dynamo calls the hook between the ops, where nothing is matched
+    is_seen = not torch.__version__.startswith("2.11")
+    reason = "a hook hangs on a value" if is_seen else ""
+    assert_left_alone(use_triton_rms_norm, hooked, *inputs, reason=reason)
 
 
 def test_a_result_that_nobody_reads_gives_no_gradient():

@@ -194,7 +194,9 @@ def a_multiple_is_added(x):
 )
 def test_adds_in_place_that_others_see_or_that_scale_stay(function):
     left = ops_left(function, stream())
-    assert {"iadd", "add_"} & set(left)
+    # torch 2.11's Dynamo writes the multiple as a product, and then nothing scales
+    is_spelt_out = function is a_multiple_is_added and left.count("mul") == 2
+    assert {"iadd", "add_"} & set(left) or is_spelt_out
 
 
 def test_bodies_of_checkpoints():

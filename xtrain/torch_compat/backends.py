@@ -46,12 +46,14 @@ def _chain_post_grad_pass(
     hook = "post_grad_custom_pre_pass"
     given = config.get(hook, getattr(inductor_config, hook))
     theirs = given if isinstance(given, list | tuple) else [] if given is None else [given]
-    aware = custom_graph_pass.CustomInferenceAwareGraphPass
+    # torch 2.11 has none that are told whether the graph is for inference
+    aware = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", None)
 
-    class Chained(aware):  # type: ignore[misc, valid-type]
-        def __call__(self, graph: torch.fx.Graph, is_inference: bool) -> None:
+    class Chained(aware or custom_graph_pass.CustomGraphPass):  # type: ignore[misc]
+        def __call__(self, graph: torch.fx.Graph, is_inference: bool = False) -> None:
             for their in theirs:
-                known = {"is_inference": is_inference} if isinstance(their, aware) else {}
+                is_aware = aware is not None and isinstance(their, aware)
+                known = {"is_inference": is_inference} if is_aware else {}
                 their(graph, **known)
             if any(n.name.startswith("tangents") for n in graph.find_nodes(op="placeholder")):
                 run(graph)
