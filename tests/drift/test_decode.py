@@ -45,6 +45,15 @@ def test_sampling_is_drawn_by_its_seed_alone():
     assert compare(first, record_prompts(subject(model), prompts([1], [1]), other)).exit_code == 4
 
 
+@pytest.mark.parametrize("decode", ["greedy", "generate"])
+def test_ops_are_recorded_of_as_many_steps_as_were_asked_for(decode):
+    settings = Run(num_tokens=4, decode=decode, op_steps=2)
+    found = record_prompts(subject(gpt2(), 64), prompts([1, 2, 3]), settings)
+    counts = [len(step.keys()) for step in found.steps()]
+    assert counts[0] > 20 and counts[1] > 20 and counts[2:] == [0, 0]
+    assert [len(step.keys("blocks")) for step in found.steps()] == [2] * 4
+
+
 def test_sampled_tokens_have_the_frequencies_of_softmax():
     class Fixed(nn.Module):
         def __init__(self):

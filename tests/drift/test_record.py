@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import xxhash
 from drift_models import Rowwise, decoder, gpt2, llama, prompts, subject, tokens
 from torch import nn
 
@@ -52,6 +53,20 @@ def test_ops_in_graph_order_with_their_modules_and_values():
     assert step.info["top_ids"] == top.indices[:, :8].tolist()
     margins = (top.values[:, 0].double() - top.values[:, 1].double()).tolist()
     assert step.info["margin"] == margins
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_the_hash_of_a_prompt_s_part_and_of_the_whole_tensor(batch):
+    model, x, found = decoder(), tokens(batch=batch), []
+    model.embedding.register_forward_hook(lambda m, i, out: found.append(out.detach().numpy()))
+    kept = record(model, x)
+    for row, step in enumerate(kept.steps()):
+        columns = step.columns()
+        for name, array in (("hash", found[0][row]), ("whole", found[0])):
+            mark = getattr(columns, name)[0].tobytes()
+            assert mark == xxhash.xxh3_128_digest(np.ascontiguousarray(array).tobytes())
+        assert columns.shape[0].tolist() == [1, 9, 32, *[-1] * 5]
+        assert columns.whole_shape[0].tolist() == [batch, 9, 32, *[-1] * 5]
 
 
 def test_mode_and_weights_are_left_as_they_were():
@@ -272,9 +287,9 @@ SCRIPT = """
 import sys; sys.path[:0] = [{here!r}]
 import numpy as np, torch
 torch.set_num_threads(1)
-# unrelated work: other draws, other memory, another model before
-torch.randn(3000, 30).softmax(-1).sum(); np.random.rand(10)
-[torch.full((1 << k,), float("nan")) for k in range(16)]
+if {busy}:  # unrelated work: other draws, other memory, another model before
+    torch.randn(3000, 30).softmax(-1).sum(); np.random.rand(10)
+    [torch.full((1 << k,), float("nan")) for k in range(16)]
 from drift_models import decoder, tokens
 from xtrain.drift import record
 record(decoder(), tokens(batch=2), out={out!r})
@@ -283,9 +298,9 @@ record(decoder(), tokens(batch=2), out={out!r})
 
 def test_two_processes_write_the_same_bytes(tmp_path):
     folders = [tmp_path / "a.drift", tmp_path / "b.drift"]
-    record(decoder(), tokens(batch=2), out=folders[0])
-    code = SCRIPT.format(here=str(Path(__file__).parent), out=str(folders[1]))
-    subprocess.run([sys.executable, "-c", code], check=True)
+    for busy, out in enumerate(folders):
+        code = SCRIPT.format(here=str(Path(__file__).parent), busy=bool(busy), out=str(out))
+        subprocess.run([sys.executable, "-c", code], check=True)
     names = sorted(path.name for path in folders[0].iterdir())
     assert names == sorted(path.name for path in folders[1].iterdir()) and "manifest.json" in names
     for name in names:
