@@ -101,7 +101,7 @@ def row_strides(*tensors: Tensor) -> tuple[tuple[int, int], list[tuple[int, ...]
 
 def in_rows(*tensors: Tensor) -> list[Tensor]:
     """Return tensors of one shape, those copied whose rows `row_strides` finds no distances for."""
-    if row_strides(*tensors) is not None:
+    if all(x.is_contiguous() for x in tensors) or row_strides(*tensors) is not None:
         return list(tensors)
     alone = [x if row_strides(x) is not None else x.contiguous() for x in tensors]
     return alone if row_strides(*alone) is not None else [x.contiguous() for x in alone]
@@ -121,6 +121,8 @@ def memory_order(x: Tensor) -> tuple[int, ...]:
             return 1
         return -1 if torch_compat.holds(x.stride(b) < x.stride(a)) else 0
 
+    if all(type(s) is int for s in (*x.shape, *x.stride())) and x.is_contiguous():
+        return tuple(range(x.dim()))  # at once, for eager calls
     leading = range(x.dim() - 1)
     placed = [
         d
