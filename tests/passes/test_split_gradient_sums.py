@@ -173,15 +173,25 @@ def trained(**options):
     return next((r for r in compiled.report().passes if r.name == NAME), None)
 
 
-def test_the_report_shows_it_behind_a_hook_of_the_users(tmp_path):
-    graphs = []
-    with torch._inductor.config.patch(post_grad_custom_pre_pass=graphs.append):
-        row = trained(dump_graphs=tmp_path)
+def test_the_report_shows_it_between_a_hook_and_a_pass_of_the_users(tmp_path):
+    graphs, seen = [], []
+
+    def look(graph):
+        seen.append(graph)
+
+    passes.register("look", look, after=NAME)
+    try:
+        with torch._inductor.config.patch(post_grad_custom_pre_pass=graphs.append):
+            row = trained(dump_graphs=tmp_path)
+    finally:
+        passes.unregister("look")
     assert len(graphs) == 2  # forward and backward
+    assert seen == graphs[1:]
     assert (row.num_matched, row.num_replaced) == (2, 0)
     assert row.skipped == {"inductor sees through the call and fuses its sum": 2}
     dumps = [path.name for path in sorted((tmp_path / "train_graph_01").iterdir())]
-    assert dumps[-1] == f"{len(passes.PASSES)}_{NAME}.before.py"
+    assert dumps[-1] == f"{len(passes.PASSES) + 1}_look.before.py"
+    assert f"{len(passes.PASSES)}_{NAME}.before.py" in dumps
     assert passes.PASSES[-1] == NAME
 
 
