@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -166,12 +166,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # the run is where it was found, whatever it was called when it started
             changes |= {"run.name": run.name, "run.folder": str(run.path.parent)}
             config = saved.override(changes)
-        watch: Callable[[Any], Any] | None = None
+        watched: dict[str, Any] = {}
         if config.run.drift_every:
             from xtrain.drift.recording.training import fingerprints_of
 
-            watch = fingerprints_of
-        status.code = session.train(with_absolute_paths(config, Path.cwd()), run, watch)
+            watched = {"watch": fingerprints_of}
+        status.code = session.train(with_absolute_paths(config, Path.cwd()), run, **watched)
     return status.code
 
 
