@@ -86,3 +86,10 @@ def test_each_fault_has_its_place_and_its_test():
     counts = Counter(fault.area for fault in faults)
     assert set(counts) == set(planted_faults.AREAS) and min(counts.values()) >= 8
     assert len({fault.name for fault in faults}) == len(faults) >= 60
+
+
+def test_a_planted_fault_is_caught():
+    """The tests that the tool runs import the copy that holds the fault, not the tree."""
+    tool = [sys.executable, "tests/planted_faults.py", "--only", "layer and site swapped"]
+    done = subprocess.run(tool, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "1 faults, 0 missed" in done.stdout, done.stdout + done.stderr
