@@ -104,9 +104,10 @@ def _pytest(folder: Path, test: str) -> tuple[int, str]:
         sys.path.insert(0, str(folder))
         # for what the test starts: the working folder, whose xtrain is whole, stays off the path
         os.environ |= {"PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1"}
-        # pyproject.toml has pytest put the working folder in front: the copy goes before it
-        paths = f"pythonpath={folder} {ROOT}"
-        os._exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-o", paths, test]))
+        # pyproject.toml has pytest put the working folder in front: the copy goes before it, also
+        # where a test starts pytest again
+        os.environ["PYTEST_ADDOPTS"] = f"-o 'pythonpath={folder} {ROOT}'"
+        os._exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", test]))
     _, status = os.waitpid(process, 0)
     return os.waitstatus_to_exitcode(status), log.read_text()
 
