@@ -124,6 +124,26 @@ def test_samples_that_stay_outermost_keep_their_masks(name):
     assert cut(made(Model(OUTERMOST[name])), torch.randn(4, 6, 16))
 
 
+class Conditioned(Model):
+    """A stream that begins as the sum of two arguments, one of which may lie turned."""
+
+    def forward(self, x, condition, turned):
+        return super().forward(x + (condition.transpose(0, 1) if turned else condition))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_arguments_that_disagree_on_where_the_samples_lie_are_refused(turned):
+    """One is [4, 6, D] and the other [6, 4, D]: the leading size of either could be the batch."""
+    compiled = made(Conditioned())
+    compiled.set_step(2, 2)
+    condition = torch.randn(6, 4, 16) if turned else torch.randn(4, 6, 16)
+    if not turned:
+        compiled(torch.randn(4, 6, 16), condition, turned)
+        return
+    with pytest.raises(ValueError, match="first_sample=2"):
+        compiled(torch.randn(4, 6, 16), condition, turned)
+
+
 def test_attention_over_the_leading_dimension_shows_that_it_holds_no_samples():
     """A model that takes [T, B, D]: what attends to one another is no batch."""
     model = Model(lambda x: x.transpose(0, 1), lambda x: x.transpose(0, 1), attends=True)
