@@ -20,7 +20,7 @@ from xtrain import ops
 from xtrain.compiler import swaps
 from xtrain.config import RunConfig
 from xtrain.explain.command import main
-from xtrain.passes.use_triton_rope import use_triton_rope
+from xtrain.passes.swaps.use_triton_rope import use_triton_rope
 
 ROOT = Path(__file__).parent.parent
 

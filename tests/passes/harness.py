@@ -13,7 +13,7 @@ from mask_oracle import keep_mask
 from torch import Tensor, fx
 
 from xtrain.passes import fx_utils
-from xtrain.passes.insert_residual_dropout import InsertResult, insert_residual_dropout
+from xtrain.passes.sites.insert_residual_dropout import InsertResult, insert_residual_dropout
 
 P = 0.5
 

@@ -17,7 +17,7 @@ from tolerances import assert_no_worse_than_plain
 from torch import Tensor, fx
 
 from xtrain.passes import PassResult, fx_utils
-from xtrain.passes.normalise import normalise
+from xtrain.passes.swaps.normalise import normalise
 
 
 def c_of(x: Tensor) -> torch.dtype:

@@ -19,11 +19,11 @@ from torch.utils.checkpoint import checkpoint
 from xtrain import ops
 from xtrain.compiler.swaps import _SWAPS
 from xtrain.passes import fx_utils
-from xtrain.passes.account import CONTEXT, GRAD_MODE
-from xtrain.passes.remove_noop_views import remove_noop_views
-from xtrain.passes.use_triton_rms_norm import use_triton_rms_norm
-from xtrain.passes.use_triton_rope import use_triton_rope
-from xtrain.passes.use_triton_sdpa import use_triton_sdpa
+from xtrain.passes.swaps.account import CONTEXT, GRAD_MODE
+from xtrain.passes.swaps.normalise import remove_noop_views
+from xtrain.passes.swaps.use_triton_rms_norm import use_triton_rms_norm
+from xtrain.passes.swaps.use_triton_rope import use_triton_rope
+from xtrain.passes.swaps.use_triton_sdpa import use_triton_sdpa
 
 B, N, M, T, H = 2, 4, 2, 6, 8
 attend = F.scaled_dot_product_attention

@@ -11,8 +11,8 @@ from swapping import assert_left_alone, assert_swapped, graph_of, run, run_swap
 from torch import Tensor
 
 from xtrain import ops
-from xtrain.passes.fuse_dropout_add_rms_norm import fuse_dropout_add_rms_norm as swap
-from xtrain.passes.use_triton_rms_norm import use_triton_rms_norm
+from xtrain.passes.swaps.fuse_dropout_add_rms_norm import fuse_dropout_add_rms_norm as swap
+from xtrain.passes.swaps.use_triton_rms_norm import use_triton_rms_norm
 
 P, EPS, SHAPE = 0.5, 1e-5, (2, 5, 8)
 

@@ -38,8 +38,7 @@ from torch.utils.checkpoint import checkpoint
 from xtrain import ops
 from xtrain.compiler.swaps import _SWAPS
 from xtrain.passes import fx_utils
-from xtrain.passes.normalise import normalise
-from xtrain.passes.remove_noop_views import remove_noop_views
+from xtrain.passes.swaps.normalise import normalise, remove_noop_views
 
 B, T, N, M, H, V = 2, 4, 4, 2, 4, 7
 D = N * H

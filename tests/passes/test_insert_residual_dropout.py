@@ -33,7 +33,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import xtrain.ops
-from xtrain.passes.insert_residual_dropout import SEEDS
+from xtrain.passes.sites.insert_residual_dropout import SEEDS
 
 
 def rows(count):

@@ -11,8 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from xtrain.passes import fx_utils
-from xtrain.passes.normalise import normalise
-from xtrain.passes.remove_noop_views import remove_noop_views
+from xtrain.passes.swaps.normalise import normalise, remove_noop_views
 
 
 def ops_left(function, *args, run=normalise):

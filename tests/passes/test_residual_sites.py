@@ -13,9 +13,9 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from xtrain.passes import fx_utils
-from xtrain.passes.find_sites import find_cut_adds
-from xtrain.passes.residual_sites import find_residual_sites
-from xtrain.passes.spell_out_sums import spell_out_sums
+from xtrain.passes.sites.find_sites import find_cut_adds
+from xtrain.passes.sites.residual_sites import find_residual_sites
+from xtrain.passes.sites.spell_out_sums import spell_out_sums
 
 
 def weight():

@@ -27,7 +27,7 @@ from xtrain.passes import (
     order,
     run_passes,
 )
-from xtrain.passes.insert_residual_dropout import insert_residual_dropout
+from xtrain.passes.sites.insert_residual_dropout import insert_residual_dropout
 
 
 def nothing(graph):

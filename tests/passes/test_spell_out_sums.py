@@ -10,7 +10,7 @@ from harness import P, capture, code_of, insert, insert_into, seeds_tensor
 from mask_oracle import keep_mask
 
 from xtrain.passes import fx_utils
-from xtrain.passes.spell_out_sums import spell_out_sums
+from xtrain.passes.sites.spell_out_sums import spell_out_sums
 
 SEED = (7, 40)
 

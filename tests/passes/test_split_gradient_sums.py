@@ -11,7 +11,7 @@ import xtrain
 from xtrain import passes, torch_compat
 from xtrain.model import Config, Transformer
 from xtrain.ops import OPS
-from xtrain.passes.split_gradient_sums import split_gradient_sums
+from xtrain.passes.swaps.split_gradient_sums import split_gradient_sums
 
 ADD = torch.ops.aten.add.Tensor
 OP = OPS["dropout_add_rms_norm"]

@@ -9,8 +9,8 @@ from harness import capture
 from marked import B, D, Model, N, PreNorm, T, stream
 from torch import Tensor, nn
 
-from xtrain.passes.find_sites import find_cut_adds
-from xtrain.passes.residual_sites import find_residual_sites
+from xtrain.passes.sites.find_sites import find_cut_adds
+from xtrain.passes.sites.residual_sites import find_residual_sites
 
 ERRORS = {
     "squared": lambda e: e.pow(2).mean(),

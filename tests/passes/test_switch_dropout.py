@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from xtrain import ops
-from xtrain.passes.switch_dropout import OFF, switch_dropout
+from xtrain.passes.sites.switch_dropout import OFF, switch_dropout
 
 KEYS = [(11, 0), (12, 5), (13, 0)]
 

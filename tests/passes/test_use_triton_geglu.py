@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from harness import calls
 from swapping import assert_left_alone, assert_swapped, c_of, run
 
-from xtrain.passes.use_triton_geglu import use_triton_geglu as swap
+from xtrain.passes.swaps.use_triton_glu import use_triton_geglu as swap
 
 # for the random programs of test_fuzz_swaps.py, a line a step
 FORMULAS = {

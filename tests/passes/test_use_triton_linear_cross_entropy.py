@@ -9,8 +9,10 @@ from harness import calls
 from swapping import assert_left_alone, assert_swapped, c_of, graph_of, run, run_swap
 
 from xtrain.model import cross_entropy as our_loss
-from xtrain.passes.use_triton_linear_cross_entropy import IS_OUTPUT
-from xtrain.passes.use_triton_linear_cross_entropy import use_triton_linear_cross_entropy as swap
+from xtrain.passes.swaps.use_triton_linear_cross_entropy import IS_OUTPUT
+from xtrain.passes.swaps.use_triton_linear_cross_entropy import (
+    use_triton_linear_cross_entropy as swap,
+)
 
 B, T, D, V = 2, 5, 6, 11
 

@@ -9,7 +9,7 @@ from harness import calls
 from swapping import assert_left_alone, assert_swapped, c_of, graph_of, run, run_swap
 
 from xtrain.passes import fx_utils
-from xtrain.passes.use_triton_rms_norm import use_triton_rms_norm as swap
+from xtrain.passes.swaps.use_triton_rms_norm import use_triton_rms_norm as swap
 
 EPS = 1e-5
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -8,7 +8,7 @@ from harness import calls
 from swapping import assert_left_alone, assert_swapped, c_of, run
 from torch.utils.checkpoint import checkpoint
 
-from xtrain.passes.use_triton_rope import use_triton_rope as swap
+from xtrain.passes.swaps.use_triton_rope import use_triton_rope as swap
 
 B, N, M, T, H = 2, 4, 2, 6, 8
 POSITIONS = torch.arange(T)

@@ -9,7 +9,7 @@ from harness import calls
 from swapping import assert_left_alone, assert_swapped, graph_of, run, run_swap
 from torch.utils.checkpoint import checkpoint
 
-from xtrain.passes.use_triton_sdpa import use_triton_sdpa as swap
+from xtrain.passes.swaps.use_triton_sdpa import use_triton_sdpa as swap
 
 B, N, M, T, H = 2, 4, 2, 6, 8
 attend = F.scaled_dot_product_attention

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from harness import calls
 from swapping import assert_left_alone, assert_swapped, run
 
-from xtrain.passes.use_triton_swiglu import use_triton_swiglu as swap
+from xtrain.passes.swaps.use_triton_glu import use_triton_swiglu as swap
 
 # for the random programs of test_fuzz_swaps.py, a line a step
 FORMULAS = {

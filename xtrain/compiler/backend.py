@@ -21,8 +21,8 @@ from xtrain.compiler.swaps import (
 )
 from xtrain.compiler.uncovered import counted, refusal, uncovered_sites, unexplained
 from xtrain.passes import fx_utils
-from xtrain.passes.insert_residual_dropout import InsertResult, insert_residual_dropout
-from xtrain.passes.switch_dropout import switch_dropout
+from xtrain.passes.sites.insert_residual_dropout import InsertResult, insert_residual_dropout
+from xtrain.passes.sites.switch_dropout import switch_dropout
 
 
 class Backend:

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from xtrain import torch_compat
 from xtrain.passes import fx_utils
-from xtrain.passes.account import accounts_of
+from xtrain.passes.swaps.account import accounts_of
 
 _WIDE = {
     torch.float16: torch.float64,

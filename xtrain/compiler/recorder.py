@@ -4,7 +4,7 @@ Dynamo leaves code to eager where a graph breaks, where a function is under torc
 where it gives up a frame. No graph shows such code, so a sum in it would train without dropout in
 silence. A dispatch mode sees each of its ops, in autograd.Function bodies too; graphs that ran join
 them as they were before our passes. The result is one flat program of the forward, whose sums the
-account judges (passes/sum_account.py). Recorded: the first training forward, and one behind each
+account judges (sites/sum_account.py). Recorded: the first training forward, and one behind each
 that compiled something new; tensors are held until it ends.
 """
 
@@ -18,8 +18,8 @@ from torch import fx, nn
 
 from xtrain.compiler.dynamic_shapes import SizeReader
 from xtrain.passes import fx_utils
-from xtrain.passes.find_sites import Found
-from xtrain.passes.program import (
+from xtrain.passes.sites.find_sites import Found
+from xtrain.passes.sites.program import (
     Program,
     Recording,
     is_fake,
@@ -27,8 +27,8 @@ from xtrain.passes.program import (
     place_of_caller,
     written_into,
 )
-from xtrain.passes.sum_account import Settled, SumAccount, SumEntry
-from xtrain.passes.ways import Ways
+from xtrain.passes.sites.sum_account import Settled, SumAccount, SumEntry
+from xtrain.passes.sites.ways import Ways
 
 
 class Recorder(Recording):

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from xtrain.passes.program import Program, Recording, is_fake, leaves
-from xtrain.passes.sample_places import MIXED, UNKNOWN, Place, Source, State, Walk
+from xtrain.passes.sites.program import Program, Recording, is_fake, leaves
+from xtrain.passes.sites.sample_places import MIXED, UNKNOWN, Place, Source, State, Walk
 
 # source -> (its place in a site's value, whether that is outermost)
 Places = dict[Source, tuple[Any, bool]]

@@ -15,9 +15,9 @@ from xtrain import torch_compat
 from xtrain.compiler.dynamic_shapes import SizeReader
 from xtrain.compiler.report import Site
 from xtrain.compiler.session import Call, Session, SiteError
-from xtrain.passes.insert_residual_dropout import SEEDS, SiteSlot
-from xtrain.passes.sample_places import sample_places
-from xtrain.passes.switch_dropout import OFF
+from xtrain.passes.sites.insert_residual_dropout import SEEDS, SiteSlot
+from xtrain.passes.sites.sample_places import sample_places
+from xtrain.passes.sites.switch_dropout import OFF
 from xtrain.rng import ATTENTION, site_seed
 
 # The name under which our entry functions hold the model: graphs traced from them say so.

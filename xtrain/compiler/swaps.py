@@ -6,7 +6,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Sequence
-from importlib import import_module
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,10 @@ from xtrain import passes, torch_compat
 from xtrain.compiler.session import Session
 from xtrain.compiler.verify import VerifiedGraph
 from xtrain.passes import fx_utils
-from xtrain.passes.normalise import normalise
-from xtrain.passes.remove_noop_views import remove_noop_views
-from xtrain.passes.split_gradient_sums import split_gradient_sums
 
 log = logging.getLogger("xtrain.passes")
 
-_SWAPS: tuple[Callable[..., passes.PassResult], ...] = tuple(
-    getattr(import_module(f"xtrain.passes.{name}"), name) for name in passes.SWAPS
-)
+_SWAPS = tuple(map(passes.function, passes.SWAPS))
 
 
 def passes_of_normalised_graph(session: Session) -> list[passes.Pass]:
@@ -33,7 +28,7 @@ def passes_of_normalised_graph(session: Session) -> list[passes.Pass]:
     Those of the backward are last.
     """
     options = session.options
-    entries = [passes.Pass(passes.NORMALISE, normalise, normalise, stage="normalised")]
+    entries = [_entry(passes.NORMALISE)]
     for swap in _SWAPS:
         keywords = {"kernels": options.kernels, "backend": options.backend}
         if "logits" in inspect.signature(swap).parameters:
@@ -42,13 +37,13 @@ def passes_of_normalised_graph(session: Session) -> list[passes.Pass]:
         options_of_swap = tuple(keywords.items())
         entry = passes.Pass(swap.__name__, run, swap, options_of_swap, stage="normalised")
         entries.append(entry)
-    name = remove_noop_views.__name__
-    last = passes.Pass(name, remove_noop_views, remove_noop_views, stage="normalised")
-    name = split_gradient_sums.__name__
-    return [
-        *(*entries, last),
-        passes.Pass(name, split_gradient_sums, split_gradient_sums, stage="backward"),
-    ]
+    last = replace(_entry("split_gradient_sums"), stage="backward")
+    return [*entries, _entry("remove_noop_views"), last]
+
+
+def _entry(name: str) -> passes.Pass:
+    function = passes.function(name)
+    return passes.Pass(name, function, function, stage="normalised")
 
 
 def wanted(

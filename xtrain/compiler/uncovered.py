@@ -14,9 +14,9 @@ from xtrain.compiler.seeds import readable_path
 from xtrain.compiler.session import Session
 from xtrain.compiler.settled import line_of, plain_path
 from xtrain.passes.fx_utils import short_place
-from xtrain.passes.insert_residual_dropout import InsertResult
-from xtrain.passes.program import LIBRARY_OP
-from xtrain.passes.sum_account import HANDED_ON, IN_AN_OP, OPAQUE, SumEntry
+from xtrain.passes.sites.insert_residual_dropout import InsertResult
+from xtrain.passes.sites.program import LIBRARY_OP
+from xtrain.passes.sites.sum_account import HANDED_ON, IN_AN_OP, OPAQUE, SumEntry
 
 _LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n\s*(?P<code>[^\n]*)')
 _PER_BLOCK = (

@@ -23,7 +23,7 @@ from xtrain.config import ConfigError
 from xtrain.explain.changes import Changes, Stage, follow
 from xtrain.explain.snapshot import Snapshot, parameter_path, snapshot
 from xtrain.passes.fx_utils import short_place
-from xtrain.passes.insert_residual_dropout import InsertResult
+from xtrain.passes.sites.insert_residual_dropout import InsertResult
 from xtrain.subject import Subject
 
 DEFAULTS = {

@@ -18,7 +18,7 @@ from torch import fx
 from xtrain import torch_compat
 from xtrain.compiler.seeds import ENTRY_ROOT
 from xtrain.passes import fx_utils
-from xtrain.passes.insert_residual_dropout import SEEDS
+from xtrain.passes.sites.insert_residual_dropout import SEEDS
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in \S+\n\s*(.*)')
 # One step of a source name on the way to a parameter, and the arguments of our own entry.

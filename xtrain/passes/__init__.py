@@ -26,6 +26,7 @@ into `fx_utils.walk_graphs(graph.owning_module)` for the bodies of checkpointed 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
 from typing import Any
 
 from torch import fx
@@ -35,24 +36,23 @@ from xtrain.passes.runner import Pass, PassError, cache_key, run_passes
 
 INSERT_RESIDUAL_DROPOUT = "insert_residual_dropout"
 NORMALISE = "normalise"
-# In running order; each stands where it does for the reason in this module's docstring. File and
-# function of a pass have its name: xtrain.compiler finds them by it.
-SWAPS: tuple[str, ...] = (
-    "use_triton_rms_norm",
-    "use_triton_rope",
-    "use_triton_swiglu",
-    "use_triton_geglu",
-    "use_triton_sdpa",
-    "use_triton_linear_cross_entropy",
-    "fuse_dropout_add_rms_norm",
-)
-PASSES: tuple[str, ...] = (
-    INSERT_RESIDUAL_DROPOUT,
-    NORMALISE,
-    *SWAPS,
-    "remove_noop_views",
-    "split_gradient_sums",
-)
+# Pass -> the file under xtrain/passes that has the function of its name, in running order; each
+# stands where it does for the reason in this module's docstring.
+_FILES = {
+    INSERT_RESIDUAL_DROPOUT: "sites.insert_residual_dropout",
+    NORMALISE: "swaps.normalise",
+    "use_triton_rms_norm": "swaps.use_triton_rms_norm",
+    "use_triton_rope": "swaps.use_triton_rope",
+    "use_triton_swiglu": "swaps.use_triton_glu",
+    "use_triton_geglu": "swaps.use_triton_glu",
+    "use_triton_sdpa": "swaps.use_triton_sdpa",
+    "use_triton_linear_cross_entropy": "swaps.use_triton_linear_cross_entropy",
+    "fuse_dropout_add_rms_norm": "swaps.fuse_dropout_add_rms_norm",
+    "remove_noop_views": "swaps.normalise",
+    "split_gradient_sums": "swaps.split_gradient_sums",
+}
+PASSES: tuple[str, ...] = tuple(_FILES)
+SWAPS: tuple[str, ...] = tuple(n for n in PASSES if n.startswith(("use_triton_", "fuse_")))
 
 UserPass = Callable[[fx.Graph], PassResult | None]
 
@@ -65,11 +65,18 @@ __all__ = [
     "PassError",
     "PassResult",
     "cache_key",
+    "function",
     "order",
     "register",
     "run_passes",
     "unregister",
 ]
+
+
+def function(name: str) -> Callable[..., PassResult]:
+    """Return the function of one of our passes; its file is read on first use."""
+    found: Callable[..., PassResult] = getattr(import_module(f"xtrain.passes.{_FILES[name]}"), name)
+    return found
 
 
 def register(name: str, pass_fn: UserPass, *, after: str | None = None) -> None:

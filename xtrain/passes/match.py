@@ -102,6 +102,11 @@ def div_of(node: object) -> tuple[Any, Any] | None:
     return None if node.kwargs.get("rounding_mode") else fx_utils.add_operands(node)
 
 
+def both_orders(pair: tuple[Any, Any] | None) -> tuple[tuple[Any, Any], ...]:
+    """Return the two orders of a pair of operands, none for None."""
+    return () if pair is None else (pair, pair[::-1])
+
+
 def unary_of(node: object, *names: str) -> Any:
     """Return the operand of a one-operand call of one of these names, or None."""
     if not isinstance(node, fx.Node) or op_name(node) not in names:

@@ -111,7 +111,7 @@ def cache_key(passes: Iterable[Pass], extra: Iterable[object] = ()) -> str:
 @functools.cache
 def _sources() -> bytes:
     """The code that passes of ours share: a match or an op's form may change with any of it."""
-    return b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    return b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.rglob("*.py")))
 
 
 def _run_one(module: fx.GraphModule, entry: Pass) -> PassResult:

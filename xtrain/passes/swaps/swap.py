@@ -7,9 +7,9 @@ from collections.abc import Callable
 from torch import fx
 
 from xtrain import torch_compat
-from xtrain.passes.account import Account, accounts_of
 from xtrain.passes.match import Refused
 from xtrain.passes.result import PassResult
+from xtrain.passes.swaps.account import Account, accounts_of
 
 # Takes a node; returns None where it is no anchor, else the form that the op took.
 Swap = Callable[[fx.Node, Account], str | None]

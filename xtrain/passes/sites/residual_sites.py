@@ -33,11 +33,11 @@ from typing import Any
 from torch import fx
 
 from xtrain.passes import fx_utils
-from xtrain.passes.own_dropouts import own_dropout
-from xtrain.passes.roots import gated_roots, is_fresh, mixed_streams, wholes
-from xtrain.passes.stacks import stack_summed_by
-from xtrain.passes.sum_readers import is_no_stream
-from xtrain.passes.sums import Blend, blend, held_operands, is_gathered, is_sum, sum_operands
+from xtrain.passes.sites.own_dropouts import own_dropout
+from xtrain.passes.sites.roots import gated_roots, is_fresh, mixed_streams, wholes
+from xtrain.passes.sites.stacks import stack_summed_by
+from xtrain.passes.sites.sum_readers import is_no_stream
+from xtrain.passes.sites.sums import Blend, blend, held_operands, is_gathered, is_sum, sum_operands
 from xtrain.passes.values import (
     carried_chain,
     filled_buffer,

@@ -20,12 +20,12 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from xtrain.ops import OPS
-from xtrain.passes.account import Account
-from xtrain.passes.forms import Forms, emit, emit_getitem, emit_op, values_of
 from xtrain.passes.fx_utils import DROPOUT, op_name, operand, tensor_meta
 from xtrain.passes.match import Refused, add_of, dtype_of, known_dtype
 from xtrain.passes.result import PassResult
-from xtrain.passes.swap import swap_each
+from xtrain.passes.swaps.account import Account
+from xtrain.passes.swaps.forms import Forms, emit, emit_getitem, emit_op, values_of
+from xtrain.passes.swaps.swap import swap_each
 from xtrain.passes.values import is_xtrain_op
 
 OP = OPS["dropout_add_rms_norm"]

@@ -1,7 +1,7 @@
 """One flat graph of a forward: bodies of checkpoints and library ops stand where they are called.
 
-It is only read, by passes/sum_account.py. What is written in place is a new value for whoever reads
-it behind the write, so that edges alone tell what a value is made of. A graph is a program by
+It is only read, by sum_account.py. What is written in place is a new value for whoever reads it
+behind the write, so that edges alone tell what a value is made of. A graph is a program by
 itself; compiler/recorder.py joins those that graph breaks leave with what ran between them.
 
 A body that no graph shows is recorded while it runs. That of another library's op runs by itself,
@@ -23,9 +23,9 @@ from torch import fx, nn
 
 from xtrain import torch_compat
 from xtrain.passes import fx_utils
-from xtrain.passes.residual_sites import ResidualSite
+from xtrain.passes.sites.residual_sites import ResidualSite
 
-_OWN_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+_OWN_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
 
 _PLACES = ("nn_module_stack", "stack_trace", "place")  # meta that says where code stands
 LIBRARY_OP = "library_op"  # meta of what stands in the body of a library's op: its name

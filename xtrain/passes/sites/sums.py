@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from xtrain.passes import fx_utils
-from xtrain.passes.stacks import stack_summed_by, stacked_values
+from xtrain.passes.sites.stacks import stack_summed_by, stacked_values
 from xtrain.passes.values import BUFFERS, SUB, is_table, same_shape
 
 _LERP = frozenset({"lerp", "lerp_"})

@@ -31,15 +31,14 @@ import torch
 from torch import fx
 
 from xtrain.passes import fx_utils
-from xtrain.passes.program import Program
-from xtrain.passes.stacks import stack_summed_by
-from xtrain.passes.sum_readers import (
+from xtrain.passes.sites.program import Program
+from xtrain.passes.sites.stacks import stack_summed_by
+from xtrain.passes.sites.sum_readers import (
     is_error_of_a_loss,
     is_read_by_attention_alone,
     is_read_by_softmax_alone,
 )
-from xtrain.passes.values import SUB, peel, peeled_chain
-from xtrain.passes.ways import (
+from xtrain.passes.sites.ways import (
     CARRIES,
     COMPUTED,
     SUMS_OVER_DIM,
@@ -50,6 +49,7 @@ from xtrain.passes.ways import (
     same_rows,
     shape_of,
 )
+from xtrain.passes.values import SUB, peel, peeled_chain
 
 Verdict = Literal["site", "left", "unexplained"]
 

@@ -23,8 +23,11 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from xtrain.ops import OPS
 from xtrain.passes import fx_utils
-from xtrain.passes.account import Account, State, accounts_of
-from xtrain.passes.forms import (
+from xtrain.passes.fx_utils import operand, tensor_meta
+from xtrain.passes.match import Refused, dtype_of, known_dtype, rounds_at_last_to, unary_of
+from xtrain.passes.result import PassResult
+from xtrain.passes.swaps.account import Account, State, accounts_of
+from xtrain.passes.swaps.forms import (
     Forms,
     check_same_form,
     emit,
@@ -33,10 +36,7 @@ from xtrain.passes.forms import (
     emit_op,
     values_of,
 )
-from xtrain.passes.fx_utils import operand, tensor_meta
-from xtrain.passes.match import Refused, dtype_of, known_dtype, rounds_at_last_to, unary_of
-from xtrain.passes.result import PassResult
-from xtrain.passes.rope_patterns import HALF, Turn, columns_come_in_pairs, match_turn
+from xtrain.passes.swaps.rope_patterns import HALF, Turn, columns_come_in_pairs, match_turn
 from xtrain.passes.values import is_parameter
 
 OP, OP_QK = OPS["rope"], OPS["rope_qk"]

@@ -21,9 +21,12 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from xtrain.ops import OPS
 from xtrain.passes import fx_utils
-from xtrain.passes.account import Account
-from xtrain.passes.constant_masks import ConstantMasks, Meaning
-from xtrain.passes.forms import (
+from xtrain.passes.fx_utils import op_name, operand, tensor_meta
+from xtrain.passes.match import Refused, is_number, known_dtype, unary_of
+from xtrain.passes.result import PassResult
+from xtrain.passes.swaps.account import Account
+from xtrain.passes.swaps.constant_masks import ConstantMasks, Meaning
+from xtrain.passes.swaps.forms import (
     Forms,
     check_same_form,
     emit_cast,
@@ -32,10 +35,7 @@ from xtrain.passes.forms import (
     erase_dead,
     values_of,
 )
-from xtrain.passes.fx_utils import op_name, operand, tensor_meta
-from xtrain.passes.match import Refused, is_number, known_dtype, unary_of
-from xtrain.passes.result import PassResult
-from xtrain.passes.swap import swap_each
+from xtrain.passes.swaps.swap import swap_each
 
 OP = OPS["sdpa"]
 

@@ -24,7 +24,7 @@ from torch import fx
 
 from xtrain.ops.dropout.op import FORWARD as DROPOUT_OP
 from xtrain.passes import fx_utils
-from xtrain.passes.program import base_of, written_into
+from xtrain.passes.sites.program import base_of, written_into
 from xtrain.passes.values import is_parameter
 
 

@@ -26,8 +26,6 @@ from torch import fx
 from xtrain import torch_compat
 from xtrain.ops import OPS
 from xtrain.ops.core import compute_dtype
-from xtrain.passes.account import Account
-from xtrain.passes.forms import Forms, check_same_form, emit_cast, emit_op, values_of
 from xtrain.passes.fx_utils import op_name, operand, tensor_meta
 from xtrain.passes.match import (
     Refused,
@@ -48,7 +46,9 @@ from xtrain.passes.match import (
     unwidened,
 )
 from xtrain.passes.result import PassResult
-from xtrain.passes.swap import swap_each
+from xtrain.passes.swaps.account import Account
+from xtrain.passes.swaps.forms import Forms, check_same_form, emit_cast, emit_op, values_of
+from xtrain.passes.swaps.swap import swap_each
 
 OP = OPS["rms_norm"]
 _NO_WEIGHT = "its weight is not one number per column"

@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from torch import fx
 
 from xtrain.passes import fx_utils
-from xtrain.passes.own_dropouts import own_dropout
-from xtrain.passes.program import Program, operands
-from xtrain.passes.residual_sites import (
+from xtrain.passes.sites.own_dropouts import own_dropout
+from xtrain.passes.sites.program import Program, operands
+from xtrain.passes.sites.residual_sites import (
     ResidualSite,
     branch_kind,
     computing_module,
     find_residual_sites,
 )
-from xtrain.passes.sum_account import General, Settled, SumAccount
-from xtrain.passes.sum_readers import is_no_stream
-from xtrain.passes.sums import is_sum, sum_operands
+from xtrain.passes.sites.sum_account import General, Settled, SumAccount
+from xtrain.passes.sites.sum_readers import is_no_stream
+from xtrain.passes.sites.sums import is_sum, sum_operands
+from xtrain.passes.sites.ways import same_rows, shape_of
 from xtrain.passes.values import is_activation_input, parameters_read_by, peel
-from xtrain.passes.ways import same_rows, shape_of
 
 
 @dataclass

@@ -27,9 +27,9 @@ from torch import fx
 
 from xtrain import torch_compat
 from xtrain.passes import fx_utils
-from xtrain.passes.forms import erase_unread
 from xtrain.passes.fx_utils import called_bodies, op_name, written_operands
 from xtrain.passes.match import Refused, cast_source
+from xtrain.passes.swaps.forms import erase_unread
 
 WRITTEN = "an op writes in place into what it reads"
 GRAD_MODE = "it reaches across a change of grad mode that its gradients depend on"

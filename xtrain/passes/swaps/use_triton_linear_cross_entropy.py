@@ -23,16 +23,6 @@ import torch
 from torch import fx
 
 from xtrain.ops import OPS
-from xtrain.passes.account import Account
-from xtrain.passes.forms import (
-    Forms,
-    check_same_form,
-    emit,
-    emit_cast,
-    emit_getitem,
-    emit_op,
-    values_of,
-)
 from xtrain.passes.fx_utils import op_name, operand, tensor_meta
 from xtrain.passes.match import (
     Refused,
@@ -44,7 +34,17 @@ from xtrain.passes.match import (
     unary_of,
 )
 from xtrain.passes.result import PassResult
-from xtrain.passes.swap import swap_each
+from xtrain.passes.swaps.account import Account
+from xtrain.passes.swaps.forms import (
+    Forms,
+    check_same_form,
+    emit,
+    emit_cast,
+    emit_getitem,
+    emit_op,
+    values_of,
+)
+from xtrain.passes.swaps.swap import swap_each
 
 OP = OPS["linear_cross_entropy"]
 _RESHAPES = ("view", "reshape", "flatten", "contiguous", "_unsafe_view")

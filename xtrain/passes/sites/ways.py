@@ -17,11 +17,11 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from xtrain import torch_compat
 from xtrain.passes import fx_utils
-from xtrain.passes.program import Program, is_item, written_into
-from xtrain.passes.roots import mixed_streams
-from xtrain.passes.spell_out_sums import summand_of
-from xtrain.passes.stacks import stack_summed_by
-from xtrain.passes.sums import held_operands
+from xtrain.passes.sites.program import Program, is_item, written_into
+from xtrain.passes.sites.roots import mixed_streams
+from xtrain.passes.sites.spell_out_sums import summand_of
+from xtrain.passes.sites.stacks import stack_summed_by
+from xtrain.passes.sites.sums import held_operands
 from xtrain.passes.values import (
     form_or_norm_of,
     is_parameter,

@@ -25,7 +25,6 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from xtrain import torch_compat
-from xtrain.passes.account import Account
 from xtrain.passes.fx_utils import (
     add_operands,
     called_bodies,
@@ -43,7 +42,8 @@ from xtrain.passes.match import (
     unary_of,
 )
 from xtrain.passes.result import PassResult
-from xtrain.passes.swap import swap_each
+from xtrain.passes.swaps.account import Account
+from xtrain.passes.swaps.swap import swap_each
 from xtrain.passes.values import is_absent_dropout
 
 # Where the sources of what belongs to the compiled model begin (compiler/seeds.py, ENTRY_ROOT).
@@ -70,6 +70,37 @@ def normalise(graph: fx.Graph) -> PassResult:
     result.num_matched += num_numbers
     result.num_replaced += num_numbers
     return result
+
+
+def remove_noop_views(graph: fx.Graph) -> PassResult:
+    """Take out the views and casts that the swaps put back to back, as `normalise` does.
+
+    Before:  a = x.transpose(1, 2);  b = a.transpose(1, 2)      After:  readers of b and d read x
+             c = x.to(fp32);  d = c.to(bf16)        x is bf16
+    Stage:   normalised graph, last.     Changes numerics: no: widening a float is exact.
+    """
+
+    def take_out(node: fx.Node, account: Account) -> str | None:
+        source = unchanged(node) or _cast_back(node)
+        if source is None:
+            return None
+        account.settle({node: source})
+        return "taken out"
+
+    result = swap_each(graph, take_out)
+    result.forms.clear()
+    return result
+
+
+def _cast_back(node: fx.Node) -> fx.Node | None:
+    """Return x for x.to(wider).to(x.dtype)."""
+    middle = cast_source(node)
+    source = cast_source(middle)
+    if source is None or dtype_of(source) != dtype_of(node):
+        return None
+    narrow, wide = dtype_of(source), dtype_of(middle)
+    assert narrow is not None and wide is not None
+    return source if torch.promote_types(narrow, wide) == wide else None
 
 
 def _read_attributes(module: fx.GraphModule) -> int:

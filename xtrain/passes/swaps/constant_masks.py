@@ -17,9 +17,9 @@ from torch import Tensor, fx
 
 from xtrain import torch_compat
 from xtrain.passes import fx_utils
-from xtrain.passes.account import Account, State
 from xtrain.passes.fx_utils import op_name
 from xtrain.passes.match import Refused
+from xtrain.passes.swaps.account import Account, State
 
 # Elements of a mask that are still worth computing: 2 GiB of bytes.
 _MAX_ELEMENTS = 1 << 31

@@ -20,9 +20,9 @@ import torch
 from torch import fx
 
 from xtrain.passes import fx_utils
-from xtrain.passes.forms import values_of
-from xtrain.passes.stacks import chain_to_stack
-from xtrain.passes.sum_readers import is_read_by_softmax_alone
+from xtrain.passes.sites.stacks import chain_to_stack
+from xtrain.passes.sites.sum_readers import is_read_by_softmax_alone
+from xtrain.passes.swaps.forms import values_of
 from xtrain.passes.values import (
     depends_on_contraction,
     made_of_parameters,

@@ -25,19 +25,19 @@ from torch import fx
 from xtrain import torch_compat
 from xtrain.ops.dropout.op import FORWARD as DROPOUT_OP
 from xtrain.passes import fx_utils
-from xtrain.passes.find_sites import Found, find_sites
-from xtrain.passes.own_dropouts import (
+from xtrain.passes.result import PassResult
+from xtrain.passes.sites.find_sites import Found, find_sites
+from xtrain.passes.sites.own_dropouts import (
     is_dropped_whole,
     is_masked_by_hand,
     is_random_mask,
     own_dropout,
     own_dropouts,
 )
-from xtrain.passes.residual_sites import ResidualSite
-from xtrain.passes.result import PassResult
-from xtrain.passes.spell_out_sums import spell_out_sums
-from xtrain.passes.sum_account import Settled
-from xtrain.passes.sums import IN_PLACE_SUM, sum_operands
+from xtrain.passes.sites.residual_sites import ResidualSite
+from xtrain.passes.sites.spell_out_sums import spell_out_sums
+from xtrain.passes.sites.sum_account import Settled
+from xtrain.passes.sites.sums import IN_PLACE_SUM, sum_operands
 from xtrain.passes.values import is_active_dropout, is_xtrain_op, peeled_chain
 
 SEEDS = "xtrain_seeds"
