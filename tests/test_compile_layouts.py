@@ -17,7 +17,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor import compile_fx, config, ir
 
 import xtrain
-from xtrain.passes.swaps.forms import Forms
+from xtrain.passes.swaps.rewrite import Forms
 
 V = 97
 SIZES = dict(vocab_size=V, bos_token_id=0, eos_token_id=0, pad_token_id=0)

@@ -18,7 +18,7 @@ import xtrain
 from xtrain import ops, passes, torch_compat
 from xtrain.compiler import swaps
 from xtrain.model import Config, Transformer
-from xtrain.passes import fx_utils
+from xtrain.passes.graph import clone_graph
 from xtrain.rng import site_seed
 
 P = 0.1
@@ -444,7 +444,7 @@ def test_dumps_are_numbered_through_both_graphs(tmp_path):
 def test_parameters_and_dynamos_graph_are_shared_and_left_alone():
     """The swaps work on a copy: a second call of the backend finds what Dynamo made."""
     found = []
-    real = fx_utils.clone_graph
+    real = clone_graph
 
     def watch(module):
         found.append((module, module.code))
@@ -453,6 +453,7 @@ def test_parameters_and_dynamos_graph_are_shared_and_left_alone():
     model = tiny()
     compiled = xtrain.compile(model, dropout=P, backend="aot_eager")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fx_utils, "clone_graph", watch)
+        for file in ("backend", "swaps"):
+            patch.setattr(f"xtrain.compiler.{file}.clone_graph", watch)
         compiled(*tokens())
     assert len(found) >= 2 and all(module.code == code for module, code in found[:1])

@@ -23,7 +23,7 @@ from xtrain.compiler import VerifyError, swaps
 from xtrain.compiler.report import Verification
 from xtrain.compiler.verify import VerifiedGraph
 from xtrain.model import Config, Transformer
-from xtrain.passes import fx_utils
+from xtrain.passes.graph import clone_graph
 
 P = 0.1
 
@@ -79,7 +79,7 @@ class Recorded:
     def step_with(self, name, change):
         """Verify a step in which the pass of that name left `change` in the graph."""
         graph = self.graph
-        stages = [(n, fx_utils.clone_graph(module)) for n, module in graph.stages]
+        stages = [(n, clone_graph(module)) for n, module in graph.stages]
         at = [n for n, _ in stages].index(name)
         for _, module in stages[at:]:
             change(module.graph)

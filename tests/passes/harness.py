@@ -12,8 +12,10 @@ from graphs import SITES, Mark, Model
 from mask_oracle import keep_mask
 from torch import Tensor, fx
 
-from xtrain.passes import fx_utils
+from xtrain.passes.graph import clone_graph, op_name, walk_graphs
+from xtrain.passes.sites.find_sites import find_sites
 from xtrain.passes.sites.insert_residual_dropout import InsertResult, insert_residual_dropout
+from xtrain.passes.sites.residual_sites import ResidualSite
 
 P = 0.5
 
@@ -54,6 +56,13 @@ def captured_case(name: str) -> tuple[Model, tuple[Tensor, ...], Captured]:
     return model, args, capture(model, *args)
 
 
+def plain_sites(graph: fx.Graph) -> list[ResidualSite]:
+    """Return the sites that the plain search finds in a graph and in the bodies that it calls."""
+    assert graph.owning_module is not None
+    found = find_sites(graph.owning_module, general="none").sites
+    return [site for sites in found.values() for site in sites]
+
+
 def hand_built(function: Callable[..., Any], *args: Tensor) -> fx.GraphModule:
     """Return the graph of a few torch calls with a value on each node, without Dynamo."""
     module = fx.symbolic_trace(function)
@@ -69,14 +78,14 @@ def hand_built(function: Callable[..., Any], *args: Tensor) -> fx.GraphModule:
 
 def insert(captured: Captured, existing: str = "skip") -> tuple[fx.GraphModule, InsertResult]:
     """Run the pass on a clone of a captured graph."""
-    module = fx_utils.clone_graph(captured.module)
+    module = clone_graph(captured.module)
     return module, insert_into(module, existing)
 
 
 def insert_into(module: fx.GraphModule, existing: str = "skip") -> InsertResult:
     """Run the pass on a graph module and make the module runnable again."""
     result = insert_residual_dropout(module.graph, p=P, existing=existing)
-    for part in fx_utils.walk_graphs(module):
+    for part in walk_graphs(module):
         part.graph.lint()
         part.recompile()
     return result
@@ -84,13 +93,13 @@ def insert_into(module: fx.GraphModule, existing: str = "skip") -> InsertResult:
 
 def code_of(module: fx.GraphModule) -> str:
     """The code of a graph and of all its bodies."""
-    return "\n".join(part.code for part in fx_utils.walk_graphs(module))
+    return "\n".join(part.code for part in walk_graphs(module))
 
 
 def calls(module: fx.GraphModule, name: str) -> list[fx.Node]:
     """The nodes of a graph and its bodies whose op has this name."""
-    graphs = [part.graph for part in fx_utils.walk_graphs(module)]
-    return [n for graph in graphs for n in graph.nodes if fx_utils.op_name(n) == name]
+    graphs = [part.graph for part in walk_graphs(module)]
+    return [n for graph in graphs for n in graph.nodes if op_name(n) == name]
 
 
 def seeds_tensor(seeds: list[tuple[int, int]]) -> Tensor:

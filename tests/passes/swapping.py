@@ -16,7 +16,8 @@ from harness import capture, code_of
 from tolerances import assert_no_worse_than_plain
 from torch import Tensor, fx
 
-from xtrain.passes import PassResult, fx_utils
+from xtrain.passes import PassResult
+from xtrain.passes.graph import clone_graph, walk_graphs
 from xtrain.passes.swaps.normalise import normalise
 
 
@@ -28,7 +29,7 @@ def c_of(x: Tensor) -> torch.dtype:
 def graph_of(function: Callable[..., Any], *args: Tensor) -> fx.GraphModule:
     """The normalised graph that Dynamo makes of a few torch calls; see `run` for its inputs."""
     captured = capture(function, *args)
-    module = fx_utils.clone_graph(captured.module)
+    module = clone_graph(captured.module)
     module.meta["positions"] = [
         next(i for i, a in enumerate(args) if a is value) for value in captured.inputs
     ]
@@ -45,7 +46,7 @@ def run(module: fx.GraphModule, *args: Tensor) -> tuple[Any, ...]:
 def run_swap(module: fx.GraphModule, swap: Callable[..., PassResult], **options: Any) -> PassResult:
     """Run a pass; the graph must stay sound, and a second run must find nothing more to do."""
     result = swap(module.graph, **options)
-    for part in fx_utils.walk_graphs(module):
+    for part in walk_graphs(module):
         part.graph.lint()
         part.recompile()
     code = code_of(module)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from xtrain import ops
 from xtrain.compiler.swaps import _SWAPS
-from xtrain.passes import fx_utils
+from xtrain.passes.graph import walk_graphs
 from xtrain.passes.swaps.account import CONTEXT, GRAD_MODE
 from xtrain.passes.swaps.normalise import remove_noop_views
 from xtrain.passes.swaps.use_triton_rms_norm import use_triton_rms_norm
@@ -288,7 +288,7 @@ def swaps_as_eager(function, *args, reasons=()):
     module = graph_of(function, *(a.clone().requires_grad_() for a in args))
     results = [swap(module.graph, kernels="triton", backend="aot_eager") for swap in _SWAPS]
     remove_noop_views(module.graph)
-    for part in fx_utils.walk_graphs(module):
+    for part in walk_graphs(module):
         part.graph.lint()
         part.recompile()
     found, expected = (evaluated(f, args) for f in ((lambda *a: run(module, *a)), function))

@@ -37,7 +37,7 @@ from torch.utils.checkpoint import checkpoint
 
 from xtrain import ops
 from xtrain.compiler.swaps import _SWAPS
-from xtrain.passes import fx_utils
+from xtrain.passes.graph import clone_graph, walk_graphs
 from xtrain.passes.swaps.normalise import normalise, remove_noop_views
 
 B, T, N, M, H, V = 2, 4, 4, 2, 4, 7
@@ -337,7 +337,7 @@ def graph_of(program: Program, leaves: tuple[Tensor, ...]) -> fx.GraphModule:
         captured = capture(program.function(), *leaves)
     except (torch._dynamo.exc.TorchDynamoException, AssertionError) as error:
         raise NoExample(str(error)) from error
-    module = fx_utils.clone_graph(captured.module)
+    module = clone_graph(captured.module)
     module.meta["positions"] = [
         next(i for i, leaf in enumerate(leaves) if leaf is value) for value in captured.inputs
     ]
@@ -351,7 +351,7 @@ def swap_all(module: fx.GraphModule) -> int:
     for swap in _SWAPS:
         count += swap(module.graph, kernels="triton", backend="aot_eager").num_replaced
     remove_noop_views(module.graph)
-    for part in fx_utils.walk_graphs(module):
+    for part in walk_graphs(module):
         part.graph.lint()
         part.recompile()
     return count
@@ -367,7 +367,7 @@ def check(program: Program, dtype: torch.dtype) -> int:
     except (RuntimeError, IndexError) as error:
         raise NoExample(str(error)) from error
     graph = graph_of(program, leaves)
-    module = fx_utils.clone_graph(graph)
+    module = clone_graph(graph)
     count = swap_all(module)
     is_rounded = dtype != torch.float64 and any("autocast" in c for *_, c in program.spans)
     atol = TOLERANCES[torch.bfloat16 if is_rounded else dtype][1]

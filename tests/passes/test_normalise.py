@@ -10,17 +10,17 @@ from harness import capture, hand_built
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from xtrain.passes import fx_utils
+from xtrain.passes.graph import clone_graph, op_name, walk_graphs
 from xtrain.passes.swaps.normalise import normalise, remove_noop_views
 
 
 def ops_left(function, *args, run=normalise):
     """Names of the ops that a pass leaves; results stay equal, a second run changes nothing."""
     captured = capture(function, *args)
-    module = fx_utils.clone_graph(captured.module)
+    module = clone_graph(captured.module)
     result = run(module.graph)
     assert result.num_replaced + sum(result.skipped.values()) == result.num_matched
-    parts = list(fx_utils.walk_graphs(module))
+    parts = list(walk_graphs(module))
     for part in parts:
         part.graph.lint()
         part.recompile()
@@ -29,7 +29,7 @@ def ops_left(function, *args, run=normalise):
     assert all(map(torch.equal, found, expected))
     assert run(module.graph).num_replaced == 0
     nodes = [n for part in parts for n in part.graph.nodes]
-    return [fx_utils.op_name(n) for n in nodes if n.op in ("call_function", "call_method")]
+    return [op_name(n) for n in nodes if n.op in ("call_function", "call_method")]
 
 
 def same_casts(x):
@@ -123,7 +123,7 @@ def test_a_value_that_is_written_is_left_with_the_reason():
         y.mul_(2)
         return z + 1
 
-    module = fx_utils.clone_graph(capture(model, stream()).module)
+    module = clone_graph(capture(model, stream()).module)
     result = normalise(module.graph)
     assert result.skipped == {"an op writes in place into what it reads": 1}
     assert result.num_replaced == 0
@@ -215,7 +215,7 @@ def test_symbolic_sizes_are_whole_only_when_known():
         return torch.sin(x[:, : x.shape[1]]) + n
 
     torch._dynamo.mark_dynamic(x := torch.randn(2, 5, D), 1)
-    module = fx_utils.clone_graph(capture(model, x, torch.ones(())).module)
+    module = clone_graph(capture(model, x, torch.ones(())).module)
     assert normalise(module.graph).num_replaced == 1
 
 

@@ -8,13 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from graphs import LOOK_ALIKES, SITES, B, D, LookAlike, T, stream
-from harness import capture, captured_case, hand_built
+from harness import capture, captured_case, hand_built, plain_sites
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from xtrain.passes import fx_utils
-from xtrain.passes.sites.find_sites import find_cut_adds
-from xtrain.passes.sites.residual_sites import find_residual_sites
+from xtrain.passes.graph import clone_graph, walk_graphs
 from xtrain.passes.sites.spell_out_sums import spell_out_sums
 
 
@@ -28,36 +26,29 @@ def names(sites):
 
 @pytest.mark.parametrize("name", SITES)
 def test_number_and_kinds(name):
-    """Bodies are searched by the calls to them; test_insert_residual_dropout holds the order."""
+    """test_insert_residual_dropout holds the order."""
     model, _, captured = captured_case(name)
-    module = fx_utils.clone_graph(captured.module)
-    for part in fx_utils.walk_graphs(module):
+    module = clone_graph(captured.module)
+    for part in walk_graphs(module):
         spell_out_sums(part.graph)
-    kinds = [site.kind for site in all_sites(module.graph)]
+    kinds = [site.kind for site in plain_sites(module.graph)]
     assert sorted(kinds) == sorted(model.kinds)
 
 
 def test_a_transpose_by_attribute_is_found_as_newer_dynamo_spells_it():
     """torch 2.14 has aten.mT where older ones read an attribute; the sites are the same."""
     model, _, captured = captured_case("AddedTransposed")
-    graph = fx_utils.clone_graph(captured.module).graph
+    graph = clone_graph(captured.module).graph
     for node in graph.nodes:
         if node.op == "call_function" and node.target is getattr and node.args[1] == "mT":
             node.target, node.args = torch.ops.aten.mT, node.args[:1]
     assert sum(node.target is torch.ops.aten.mT for node in graph.nodes) == 3
-    assert [site.kind for site in all_sites(graph)] == list(model.kinds)
-
-
-def all_sites(graph, calls=()):
-    yield from find_residual_sites(graph, calls)
-    for node in graph.nodes:
-        for body in fx_utils.called_bodies(node):
-            yield from all_sites(body.graph, (*calls, node))
+    assert [site.kind for site in plain_sites(graph)] == list(model.kinds)
 
 
 @pytest.mark.parametrize("name", LOOK_ALIKES)
 def test_look_alikes_are_no_sites(name):
-    assert find_residual_sites(capture(LookAlike(name), stream()).module.graph) == []
+    assert plain_sites(capture(LookAlike(name), stream()).module.graph) == []
 
 
 def test_a_site_names_its_nodes():
@@ -66,7 +57,7 @@ def test_a_site_names_its_nodes():
         return x.double() + F.dropout(h, 0.1).double()
 
     graph = hand_built(block, stream(), weight(), weight()).graph
-    (site,) = find_residual_sites(graph)
+    (site,) = plain_sites(graph)
     assert (site.add.target, site.branch.target) == (operator.add, "double")
     assert site.residual.args[0].name == "x" and site.own.target is F.dropout
     assert [n.name for n in site.witnesses] == ["w2", "w1"], "nearest the add first"
@@ -80,7 +71,7 @@ def test_a_chain_is_taken_left_to_right_with_the_widest_residual():
         a = F.linear(x, w)
         return x + a + F.linear(a, w)
 
-    sites = find_residual_sites(hand_built(block, stream(), weight()).graph)
+    sites = plain_sites(hand_built(block, stream(), weight()).graph)
     assert names(sites) == [("add", "linear", "x"), ("add_1", "linear_1", "x")]
 
 
@@ -89,7 +80,7 @@ def test_an_add_read_twice_ends_its_chain():
         y = x + F.linear(x, w)
         return y + F.linear(y, w)
 
-    sites = find_residual_sites(hand_built(block, stream(), weight()).graph)
+    sites = plain_sites(hand_built(block, stream(), weight()).graph)
     assert names(sites) == [("add", "linear", "x"), ("add_1", "linear_1", "add")]
 
 
@@ -99,7 +90,7 @@ def test_a_residual_inside_a_branch_is_a_site_of_its_own():
         z = z + F.linear(z, w)
         return x + F.linear(z, w)
 
-    sites = find_residual_sites(hand_built(block, stream(), weight()).graph)
+    sites = plain_sites(hand_built(block, stream(), weight()).graph)
     assert names(sites) == [("add", "linear_1", "linear"), ("add_1", "linear_2", "x")]
 
 
@@ -110,7 +101,7 @@ def test_a_stream_added_to_itself_is_no_branch():
         y = x + F.linear(x, w)
         return (x + y).relu() + y
 
-    sites = find_residual_sites(hand_built(block, stream(), weight()).graph)
+    sites = plain_sites(hand_built(block, stream(), weight()).graph)
     assert names(sites) == [("add", "linear", "x")]
 
 
@@ -129,7 +120,7 @@ def test_what_only_softmax_reads_is_scores(last, number):
     def block(x, w):
         return last(x + F.linear(x, w))
 
-    assert len(find_residual_sites(hand_built(block, stream(), weight()).graph)) == number
+    assert len(plain_sites(hand_built(block, stream(), weight()).graph)) == number
 
 
 def test_aten_graphs_have_the_same_sites():
@@ -140,7 +131,7 @@ def test_aten_graphs_have_the_same_sites():
         return torch.func.functional_call(model, parameters, (x,))
 
     module = make_fx(call, tracing_mode="fake", pre_dispatch=True)(parameters, *args)
-    sites = find_residual_sites(module.graph)
+    sites = plain_sites(module.graph)
     assert [s.kind for s in sites] == ["attention", "feed_forward"]
     assert all(s.add.target is torch.ops.aten.add.Tensor for s in sites)
 
@@ -152,21 +143,8 @@ def test_symbolic_shapes_are_compared_without_guards():
     )
     shape_env = next(n for n in module.graph.nodes).meta["val"].shape[0].node.shape_env
     guards = len(shape_env.guards)
-    assert len(find_residual_sites(module.graph)) == 1
+    assert len(plain_sites(module.graph)) == 1
     assert len(shape_env.guards) == guards
-
-
-def test_cut_adds_are_those_whose_branch_comes_from_another_graph():
-    def piece(x, h, w):
-        x = x + F.linear(h, w)  # the branch was begun before the break
-        return x + F.linear(x, w)  # whole
-
-    def whole(x, w):
-        return x + F.linear(x, w)
-
-    module = hand_built(piece, stream(), stream(1), weight())
-    assert [n.name for n in find_cut_adds(module.graph)] == ["add"]
-    assert find_cut_adds(hand_built(whole, stream(), weight()).graph) == []
 
 
 def test_learnt_queries_attend_to_what_is_given():
@@ -179,4 +157,4 @@ def test_learnt_queries_attend_to_what_is_given():
 
     latents = nn.Parameter(torch.randn(1, T, D))
     graph = capture(block, stream(), latents, weight(), weight()).module.graph
-    assert [site.kind for site in find_residual_sites(graph)] == ["cross_attention"]
+    assert [site.kind for site in plain_sites(graph)] == ["cross_attention"]

@@ -17,16 +17,8 @@ from torch import nn
 
 import xtrain
 from xtrain import passes
-from xtrain.passes import (
-    PASSES,
-    Pass,
-    PassError,
-    PassResult,
-    cache_key,
-    fx_utils,
-    order,
-    run_passes,
-)
+from xtrain.passes import PASSES, Pass, PassError, PassResult, cache_key, order, run_passes
+from xtrain.passes.graph import clone_graph, op_name, walk_graphs
 from xtrain.passes.sites.insert_residual_dropout import insert_residual_dropout
 
 
@@ -69,7 +61,7 @@ def registry():
 
 def test_one_numbered_log_line_for_each_pass(caplog):
     caplog.set_level(logging.INFO, logger="xtrain.passes")
-    module = fx_utils.clone_graph(captured_case("Checkpointed")[2].module)
+    module = clone_graph(captured_case("Checkpointed")[2].module)
     results = run_passes(module, [insertion(), entry(counts), entry(nothing)])
     lines = [re.sub(r"\d+ ms", "N ms", r.getMessage()) for r in caplog.records]
     before, after = results[0].num_nodes_before, results[0].num_nodes_after
@@ -85,15 +77,15 @@ def test_one_numbered_log_line_for_each_pass(caplog):
 
 
 def test_nodes_of_bodies_are_counted():
-    module = fx_utils.clone_graph(captured_case("Checkpointed")[2].module)
-    total = sum(len(part.graph.nodes) for part in fx_utils.walk_graphs(module))
+    module = clone_graph(captured_case("Checkpointed")[2].module)
+    total = sum(len(part.graph.nodes) for part in walk_graphs(module))
     (result,) = run_passes(module, [insertion()])
     # 3 sites of 3 nodes; 2 graphs with a seeds input; 1 call that cuts its rows
     assert (result.num_nodes_before, result.num_nodes_after) == (total, total + 9 + 2 + 1)
 
 
 def test_dumps_are_readable_python_before_and_after(tmp_path):
-    module = fx_utils.clone_graph(captured_case("Checkpointed")[2].module)
+    module = clone_graph(captured_case("Checkpointed")[2].module)
     run_passes(module, [insertion(), entry(nothing)], dump_dir=tmp_path)
     texts = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert sorted(texts) == [
@@ -112,7 +104,7 @@ def test_dumps_are_readable_python_before_and_after(tmp_path):
 
 def test_the_graph_runs_as_the_passes_left_it():
     def doubled(graph):
-        (linear,) = (n for n in graph.nodes if fx_utils.op_name(n) == "linear")
+        (linear,) = (n for n in graph.nodes if op_name(n) == "linear")
         with graph.inserting_after(linear):
             new = graph.call_function(torch.mul, (linear, 2.0))
         linear.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)

@@ -9,7 +9,7 @@ from graphs import B, D, Model, T, stream
 from harness import P, capture, code_of, insert, insert_into, seeds_tensor
 from mask_oracle import keep_mask
 
-from xtrain.passes import fx_utils
+from xtrain.passes.graph import clone_graph
 from xtrain.passes.sites.spell_out_sums import spell_out_sums
 
 SEED = (7, 40)
@@ -151,7 +151,7 @@ LOOK_ALIKES = {
 
 @pytest.mark.parametrize("name", LOOK_ALIKES)
 def test_what_is_no_hidden_add_stays_as_it_is(name):
-    module = fx_utils.clone_graph(capture(Fused(LOOK_ALIKES[name]), stream()).module)
+    module = clone_graph(capture(Fused(LOOK_ALIKES[name]), stream()).module)
     before = code_of(module)
     spell_out_sums(module.graph)
     module.recompile()

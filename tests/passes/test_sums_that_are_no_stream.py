@@ -5,12 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import capture
+from harness import capture, plain_sites
 from marked import B, D, Model, N, PreNorm, T, stream
 from torch import Tensor, nn
-
-from xtrain.passes.sites.find_sites import find_cut_adds
-from xtrain.passes.sites.residual_sites import find_residual_sites
 
 ERRORS = {
     "squared": lambda e: e.pow(2).mean(),
@@ -134,7 +131,7 @@ MODELS |= {
 @pytest.mark.parametrize("name", MODELS)
 def test_only_the_streams_own_sums_are_sites(name):
     model = MODELS[name]()
-    sites = find_residual_sites(capture(model, stream()).module.graph)
+    sites = plain_sites(capture(model, stream()).module.graph)
     assert [site.kind for site in sites] == list(model.kinds)
 
 
@@ -163,7 +160,7 @@ class LastDifference(Model):
     ],
 )
 def test_a_difference_that_is_read_otherwise_is_a_stream(read):
-    sites = find_residual_sites(capture(LastDifference(read), stream()).module.graph)
+    sites = plain_sites(capture(LastDifference(read), stream()).module.graph)
     assert [site.kind for site in sites] == ["feed_forward"]
 
 
@@ -187,7 +184,7 @@ class AttendsToItself(Model):
 @pytest.mark.parametrize("cls", [LateInteraction, AttendsToItself])
 def test_a_stream_that_is_multiplied_as_it_is(cls):
     """Its root is normed or projected somewhere: that tells it from mixed values."""
-    sites = find_residual_sites(capture(cls(), stream(), stream(1)).module.graph)
+    sites = plain_sites(capture(cls(), stream(), stream(1)).module.graph)
     assert [site.kind for site in sites] == list(cls.kinds)
 
 
@@ -208,18 +205,7 @@ class PickedWeights(Model):
 def test_a_stream_that_only_picked_experts_read():
     tokens = torch.arange(T).expand(B, T)
     graph = capture(PickedWeights(), stream(), tokens).module.graph
-    assert len(find_residual_sites(graph)) == 1
-
-
-def test_scores_of_a_piece_are_no_cut_add():
-    """A position bias and keys that enter a piece behind a graph break."""
-
-    def scores(q, k, bias, v):
-        return (q @ k.mT + bias).softmax(-1) @ v
-
-    x = stream()
-    graph = capture(scores, x, x.clone(), torch.zeros(B, T, T), x.clone()).module.graph
-    assert find_cut_adds(graph) == []
+    assert len(plain_sites(graph)) == 1
 
 
 def test_what_depends_on_a_size_alone_is_no_branch():
@@ -238,4 +224,4 @@ def test_what_depends_on_a_size_alone_is_no_branch():
 
     weight = nn.Parameter(torch.eye(D))
     torch.compile(positions, backend=backend, dynamic=True, fullgraph=True)(stream(), weight)
-    assert find_residual_sites(graphs[0]) == []
+    assert plain_sites(graphs[0]) == []

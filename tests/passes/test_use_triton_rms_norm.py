@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from harness import calls
 from swapping import assert_left_alone, assert_swapped, c_of, graph_of, run, run_swap
 
-from xtrain.passes import fx_utils
+from xtrain.passes.graph import clone_graph
 from xtrain.passes.swaps.use_triton_rms_norm import use_triton_rms_norm as swap
 
 EPS = 1e-5
@@ -233,7 +233,7 @@ def test_a_symbolic_width_needs_a_weight():
     compiled = []
 
     def backend(module, inputs):
-        module = fx_utils.clone_graph(module)
+        module = clone_graph(module)
         compiled.append(run_swap(module, swap))
         return module
 

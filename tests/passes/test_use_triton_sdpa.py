@@ -119,11 +119,11 @@ def test_under_autocast_the_inputs_are_cast_as_torch_casts_them():
 
 
 def test_a_mask_reaches_a_checkpointed_block_from_outside_and_is_computed_once(monkeypatch):
-    from xtrain.passes import constant_masks
+    from xtrain.passes.swaps import use_triton_sdpa as pass_file
 
     found = []
-    real = constant_masks.meaning_of
-    monkeypatch.setattr(constant_masks, "meaning_of", lambda m: found.append(m) or real(m))
+    real = pass_file.meaning_of
+    monkeypatch.setattr(pass_file, "meaning_of", lambda m: found.append(m) or real(m))
 
     def block(q, k, v, mask):
         return attend(q, k, v, mask, enable_gqa=True)

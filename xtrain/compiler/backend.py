@@ -20,7 +20,7 @@ from xtrain.compiler.swaps import (
     wanted,
 )
 from xtrain.compiler.uncovered import counted, refusal, uncovered_sites, unexplained
-from xtrain.passes import fx_utils
+from xtrain.passes.graph import called_bodies, clone_graph
 from xtrain.passes.sites.insert_residual_dropout import InsertResult, insert_residual_dropout
 from xtrain.passes.sites.switch_dropout import switch_dropout
 
@@ -65,7 +65,7 @@ class Backend:
         if not (first or second):  # nothing to drop, to swap or of the user's: as Dynamo traced it
             return self._compile(inner, module, inputs, "")
         key = passes.cache_key(to_run, (options.backend, options.kernels))
-        module = fx_utils.clone_graph(module)
+        module = clone_graph(module)
         behind = len(second) + len(third)
         results = passes.run_passes(module, first, dump_dir=dump_dir, num_behind=behind)
         report.passes += results if self.training else []
@@ -188,7 +188,7 @@ class Backend:
         ddp_module = torch_compat.active_ddp_module()
         backend = inner
         if ddp_module is not None and self.session.options.backend != "eager":
-            if any(fx_utils.called_bodies(n) for n in module.graph.nodes):
+            if any(called_bodies(n) for n in module.graph.nodes):
                 self.session.note(
                     "DDP's graph splitter is off: checkpointed blocks cannot be cut at buckets, so "
                     "gradients are reduced after the whole backward"

@@ -16,8 +16,7 @@ from torch import fx
 from xtrain import torch_compat
 from xtrain.compiler.session import UNTRACEABLE, Session, SiteError
 from xtrain.ops.dropout.op import FORWARD as DROPOUT_OP
-from xtrain.passes import fx_utils
-from xtrain.passes.fx_utils import short_place
+from xtrain.passes.graph import short_place, tensor_meta, walk_graphs
 
 
 @contextmanager
@@ -60,7 +59,7 @@ def _is_in_a_branch(module: fx.GraphModule, place: list[tuple[str, str]], by_gra
     Args:     by_grad: look only at what takes part in the backward.
     """
     found = False
-    for part in dict.fromkeys(fx_utils.walk_graphs(module)):
+    for part in dict.fromkeys(walk_graphs(module)):
         drops = [node for node in part.graph.nodes if node.target is DROPOUT_OP]
         inside = {node for drop in drops for node in _branch_of(drop)}
         ends = {*drops, *(user for drop in drops for user in drop.users)}
@@ -68,7 +67,7 @@ def _is_in_a_branch(module: fx.GraphModule, place: list[tuple[str, str]], by_gra
             at = torch_compat.frames(str(node.meta.get("stack_trace") or ""))
             if node.op in ("placeholder", "get_attr", "output") or at != place or node in ends:
                 continue
-            value = fx_utils.tensor_meta(node)
+            value = tensor_meta(node)
             if by_grad and (value is None or not value.requires_grad):
                 continue
             if node not in inside:

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from xtrain import torch_compat
-from xtrain.passes.values import is_parameter
+from xtrain.passes.graph import is_parameter
 
 
 class ShapeWatch:

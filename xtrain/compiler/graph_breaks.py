@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 from xtrain import torch_compat
-from xtrain.passes.fx_utils import short_place
+from xtrain.passes.graph import short_place
 
 _MAX_BREAKS = 3
 _MAX_LINES_ABOVE = 10

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from xtrain import torch_compat
-from xtrain.passes import fx_utils
+from xtrain.passes.graph import TRANSPARENT_CALLS, body_operands, op_name, operand, tensor_meta
 from xtrain.passes.swaps.account import accounts_of
 
 _WIDE = {
@@ -152,11 +152,11 @@ class _Interpreter(fx.Interpreter):
         return _wide(value) if self.mode.in_double else value
 
     def run_node(self, n: fx.Node) -> Any:
-        if fx_utils.body_operands(n) or fx_utils.op_name(n) in _RECOMPUTED:
+        if body_operands(n) or op_name(n) in _RECOMPUTED:
             return self._run_body(n)
         if self.mode.in_double and n.target in _RMS_NORMS:
-            eps = fx_utils.operand(n, 3, "eps")
-            x = fx_utils.tensor_meta(fx_utils.operand(n, 0, "input"))
+            eps = operand(n, 3, "eps")
+            x = tensor_meta(operand(n, 0, "input"))
             if eps is None and x is not None and x.dtype in _WIDE:
                 args, kwargs = self.fetch_args_kwargs_from_env(n)
                 return F.rms_norm(*args[:3], **{**kwargs, "eps": torch.finfo(torch.float32).eps})
@@ -172,7 +172,7 @@ class _Interpreter(fx.Interpreter):
             tape.position = start
             return _Interpreter(body, self.mode).run(*values)
 
-        name = fx_utils.op_name(n)
+        name = op_name(n)
         # What a body writes in place it would write twice.
         if name in _RECOMPUTED and torch.is_grad_enabled() and not may_write(body):
             return checkpoint(run, *operands, use_reentrant=False, preserve_rng_state=False)
@@ -236,7 +236,7 @@ def may_write(module: fx.GraphModule) -> bool:
             bodies = isinstance(target, torch_compat.HigherOrderOperator)
             if any(torch_compat.schema(o).is_mutable for o in overloads):
                 return True
-            if bodies and fx_utils.op_name(node) not in fx_utils.TRANSPARENT_CALLS:
+            if bodies and op_name(node) not in TRANSPARENT_CALLS:
                 return True
     return False
 

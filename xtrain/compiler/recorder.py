@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 
 from xtrain.compiler.dynamic_shapes import SizeReader
-from xtrain.passes import fx_utils
+from xtrain.passes.graph import is_library_op, written_operands
 from xtrain.passes.sites.find_sites import Found
 from xtrain.passes.sites.program import (
     Program,
@@ -53,7 +53,7 @@ class Recorder(Recording):
             self.num_eager_ops += 1
             place = place_of_caller() or {"place": "an unknown place"}
             call = self.called(func, args, kwargs, place)
-            if not fx_utils.is_library_op(func) or not self.open(call, args, kwargs, result):
+            if not is_library_op(func) or not self.open(call, args, kwargs, result):
                 self.ran(call, args, kwargs, result)
         return result
 
@@ -78,7 +78,7 @@ class Recorder(Recording):
             here.meta = {**node.meta, "example_value": sizes.concrete(node, inputs)}
             self.program.take_over(flat, node, here, values)
             is_written = node.target is written_into
-            for target in node.args[:1] if is_written else fx_utils.written_operands(node):
+            for target in node.args[:1] if is_written else written_operands(node):
                 if target in tensors:
                     tensors[node] = tensors[target]
                     self.wrote(tensors[target], here)

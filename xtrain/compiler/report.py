@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from xtrain.passes.result import PassResult
+from xtrain.passes.run import PassResult
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from torch import fx
 
 from xtrain import torch_compat
-from xtrain.passes import fx_utils
+from xtrain.passes.graph import module_path
 
 
 class SettledSums:
@@ -49,7 +49,7 @@ class SettledSums:
 
 def plain_path(node: fx.Node) -> str:
     """Return the path of the module whose code a node was traced from, as a user writes it."""
-    path = fx_utils.module_path(node)
+    path = module_path(node)
     for root in ("L['_xtrain_model']", "L['self']"):
         path = path.removeprefix(root)
     return path.removeprefix(".")

@@ -15,7 +15,7 @@ from torch import fx
 from xtrain import passes, torch_compat
 from xtrain.compiler.session import Session
 from xtrain.compiler.verify import VerifiedGraph
-from xtrain.passes import fx_utils
+from xtrain.passes.graph import clone_graph
 
 log = logging.getLogger("xtrain.passes")
 
@@ -135,7 +135,7 @@ def compile_swapped(
         return compiled
     has_theirs = any(p.name not in passes.PASSES for p in to_run)
     try:
-        copy = fx_utils.clone_graph(module)
+        copy = clone_graph(module)
         found: list[passes.PassResult] = []
         stages = []
         for number, entry in enumerate(to_run):
@@ -145,7 +145,7 @@ def compile_swapped(
                 copy, [entry], dump_dir=dump_dir, num_before=place, num_behind=left
             )
             if verify:
-                stages.append((entry.name, fx_utils.clone_graph(copy)))
+                stages.append((entry.name, clone_graph(copy)))
         compiled = compile_graph(copy, inputs)
     except Exception as error:
         blamed = getattr(error, "pass_name", "")
@@ -163,7 +163,7 @@ def compile_swapped(
         return VerifiedGraph(
             session,
             compiled,
-            lambda other: compile_graph(fx_utils.clone_graph(other), inputs),
+            lambda other: compile_graph(clone_graph(other), inputs),
             module,
             stages,
         )

@@ -13,7 +13,7 @@ from xtrain.compiler.report import SumLine
 from xtrain.compiler.seeds import readable_path
 from xtrain.compiler.session import Session
 from xtrain.compiler.settled import line_of, plain_path
-from xtrain.passes.fx_utils import short_place
+from xtrain.passes.graph import short_place
 from xtrain.passes.sites.insert_residual_dropout import InsertResult
 from xtrain.passes.sites.program import LIBRARY_OP
 from xtrain.passes.sites.sum_account import HANDED_ON, IN_AN_OP, OPAQUE, SumEntry

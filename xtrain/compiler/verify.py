@@ -31,7 +31,7 @@ from xtrain.compiler.closeness import FORMULA, NOTHING, Comparison, Values, comp
 from xtrain.compiler.graph_runs import CallRuns, Step
 from xtrain.compiler.seeds import readable_path
 from xtrain.compiler.session import Session
-from xtrain.passes import fx_utils
+from xtrain.passes.graph import tensor_meta
 
 log = logging.getLogger("xtrain.passes")
 
@@ -73,7 +73,7 @@ class VerifiedGraph:
         self._forward: int | None = None  # the number of the one whose calls are verified
         self._placeholders = [n for n in plain.graph.nodes if n.op == "placeholder"]
         output: Any = next(n for n in reversed(plain.graph.nodes) if n.op == "output")
-        self.outputs = [fx_utils.tensor_meta(n) for n in output.args[0]]
+        self.outputs = [tensor_meta(n) for n in output.args[0]]
         model = session.model
         self._names = {id(x): name for name, x in model.named_buffers()}
         self._names |= {id(x): name for name, x in model.named_parameters()}

@@ -7,7 +7,7 @@ from typing import Any
 
 from xtrain.explain.capture import Explanation, GraphRecord
 from xtrain.explain.text import pass_totals, refusals, site_rows
-from xtrain.passes.result import PassResult
+from xtrain.passes.run import PassResult
 
 SCHEMA = 1  # goes up when a field changes its meaning or goes
 

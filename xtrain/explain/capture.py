@@ -22,7 +22,7 @@ from xtrain.compiler.session import Session, SiteError
 from xtrain.config import ConfigError
 from xtrain.explain.changes import Changes, Stage, follow
 from xtrain.explain.snapshot import Snapshot, parameter_path, snapshot
-from xtrain.passes.fx_utils import short_place
+from xtrain.passes.graph import short_place
 from xtrain.passes.sites.insert_residual_dropout import InsertResult
 from xtrain.subject import Subject
 
@@ -228,7 +228,7 @@ class _WatchedBackend(Backend):
         found = super()._passes(*args, **kwargs)
         return [p if p.stage == "backward" else replace(p, run=self._watched(p)) for p in found]
 
-    def _watched(self, entry: graph_passes.Pass) -> graph_passes.runner.PassFn:
+    def _watched(self, entry: graph_passes.Pass) -> graph_passes.run.PassFn:
         def run(graph: fx.Graph) -> graph_passes.PassResult | None:
             record, module = self.graphs[-1], graph.owning_module
             assert module is not None

@@ -17,7 +17,7 @@ from torch import fx
 
 from xtrain import torch_compat
 from xtrain.compiler.seeds import ENTRY_ROOT
-from xtrain.passes import fx_utils
+from xtrain.passes.graph import body_operands, called_bodies, module_path, op_name
 from xtrain.passes.sites.insert_residual_dropout import SEEDS
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in \S+\n\s*(.*)')
@@ -105,9 +105,9 @@ class _Reader:
                 self.rows[node] = 0
             elif not self._is_body(node) and not self._is_part_of_seeds(node):
                 self._list(node, prefix, depth)
-                for body in fx_utils.called_bodies(node):
+                for body in called_bodies(node):
                     inside = f"{prefix}{node.name}/"
-                    self.read(body.graph, inside, depth + 1, fx_utils.body_operands(node))
+                    self.read(body.graph, inside, depth + 1, body_operands(node))
 
     def _pass_on(self, placeholder: fx.Node, value: Any) -> None:
         """Call a body's input by what is handed to it."""
@@ -132,11 +132,11 @@ class _Reader:
 
     @staticmethod
     def _is_body(node: fx.Node) -> bool:
-        return node.op == "get_attr" and any(map(fx_utils.called_bodies, node.users))
+        return node.op == "get_attr" and any(map(called_bodies, node.users))
 
     def _is_part_of_seeds(self, node: fx.Node) -> bool:
         """Whether a node only picks rows of the seeds input: its readers then say which."""
-        source: Any = node.args[0] if fx_utils.op_name(node) == "getitem" else None
+        source: Any = node.args[0] if op_name(node) == "getitem" else None
         if source not in self.rows:
             return False
         index: Any = node.args[1]
@@ -150,7 +150,7 @@ class _Reader:
 
     def _list(self, node: fx.Node, prefix: str, depth: int) -> None:
         self.keys[node] = key = prefix + node.name
-        module = readable_module(fx_utils.module_path(node))
+        module = readable_module(module_path(node))
         inputs = dict.fromkeys(self.keys[n] for n in node.all_input_nodes if n in self.keys)
         target, text = self._call(node)
         self.result.nodes.append(
@@ -169,7 +169,7 @@ class _Reader:
         )
 
     def _row(self, node: fx.Node) -> int | None:
-        if fx_utils.called_bodies(node):
+        if called_bodies(node):
             return None
         return next((self.rows[n] for n in node.all_input_nodes if n in self.rows), None)
 
@@ -208,7 +208,7 @@ def _target_name(node: fx.Node) -> str:
     if isinstance(node.target, torch_compat.OpOverload):
         namespace, _, name = torch_compat.schema(node.target).name.partition("::")
         return f"{namespace}.{name}"
-    return fx_utils.op_name(node) or str(node.target)
+    return op_name(node) or str(node.target)
 
 
 def parameter_path(node: fx.Node) -> str:

@@ -13,8 +13,8 @@ from tabulate import tabulate
 from xtrain.explain.capture import Explanation, GraphRecord, first_line
 from xtrain.explain.changes import rows
 from xtrain.explain.snapshot import Node, value_text
-from xtrain.passes.fx_utils import short_place
-from xtrain.passes.result import PassResult
+from xtrain.passes.graph import short_place
+from xtrain.passes.run import PassResult
 
 WIDTH = 118  # of a line of the short form
 

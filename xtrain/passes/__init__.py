@@ -20,7 +20,7 @@ kernels other than "off" and backends that compile; where only a pass of the use
 normalised graph, normalise runs for it alone. Those of the backward run wherever inductor does.
 
 A pass is a function on one fx.Graph that changes it in place and returns a PassResult; it may look
-into `fx_utils.walk_graphs(graph.owning_module)` for the bodies of checkpointed blocks.
+into `walk_graphs(graph.owning_module)` for the bodies of checkpointed blocks.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ from typing import Any
 
 from torch import fx
 
-from xtrain.passes.result import PassResult
-from xtrain.passes.runner import Pass, PassError, cache_key, run_passes
+from xtrain.passes.run import Pass, PassError, PassResult, cache_key, run_passes
 
 INSERT_RESIDUAL_DROPOUT = "insert_residual_dropout"
 NORMALISE = "normalise"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import fx
 
-from xtrain.passes import fx_utils
+from xtrain.passes.graph import module_path, output_of, walk_graphs
+from xtrain.passes.sites.carried import parameters_read_by, peel
 from xtrain.passes.sites.own_dropouts import own_dropout
 from xtrain.passes.sites.program import Program, operands
 from xtrain.passes.sites.residual_sites import (
@@ -18,10 +18,7 @@ from xtrain.passes.sites.residual_sites import (
     find_residual_sites,
 )
 from xtrain.passes.sites.sum_account import General, Settled, SumAccount
-from xtrain.passes.sites.sum_readers import is_no_stream
-from xtrain.passes.sites.sums import is_sum, sum_operands
 from xtrain.passes.sites.ways import same_rows, shape_of
-from xtrain.passes.values import is_activation_input, parameters_read_by, peel
 
 
 @dataclass
@@ -48,10 +45,17 @@ def find_sites(
               where the graph is a whole forward, "stream" where it is a block (those whose sum
               goes on as a stream), "none" for a piece, which is judged with the others later.
     """
-    found: dict[fx.Graph, list[ResidualSite]] = {}
-    _find_plain(module.graph, (), settled, found)
     program = Program.of(module)
-    program.cover(site for sites in found.values() for site in sites)
+    found: dict[fx.Graph, list[ResidualSite]] = {}
+    for site in find_residual_sites(program, settled):
+        known = found.setdefault(site.add.graph, [])
+        if all((s.add, s.branch) != (site.add, site.branch) for s in known):
+            known.append(site)  # of a body that is called twice, once
+    inlined = {node.graph for node in program.origin.values()}
+    for part in walk_graphs(module):
+        if part.graph not in inlined:  # a body of control flow, which takes no seeds
+            found[part.graph] = find_residual_sites(Program.of(part), settled)
+        found.setdefault(part.graph, [])
     result = Found(program, found)
     if general == "none":
         return result
@@ -76,22 +80,6 @@ def find_sites(
         found.setdefault(module.graph, []).extend(_handed_on(account, module.graph))
     result.account = account
     return result
-
-
-def _find_plain(
-    graph: fx.Graph,
-    calls: tuple[fx.Node, ...],
-    settled: Settled,
-    found: dict[fx.Graph, list[ResidualSite]],
-) -> None:
-    if graph in found:
-        return
-    sites = find_residual_sites(graph, calls if find_cut_adds(graph) else ())
-    found[graph] = [site for site in sites if settled(site.add) != "leave"]
-    for node in graph.nodes:
-        for body in fx_utils.called_bodies(node):
-            inner = (*calls, node) if fx_utils.body_operands(node) else ()
-            _find_plain(body.graph, inner, settled, found)
 
 
 def _described(account: SumAccount, site: General) -> Iterator[ResidualSite]:
@@ -127,7 +115,7 @@ def _site(
         kind=branch_kind(members, reached),
         own=own_dropout(branch, residual) if residual is not None else None,
         shared=(),
-        path=fx_utils.module_path(add),
+        path=module_path(add),
         takers=(add,),
         witnesses=tuple(origin.get(n, n) for n in parameters_read_by(members)),
         origin=computing_module(members),
@@ -141,7 +129,7 @@ def _handed_on(account: SumAccount, graph: fx.Graph) -> Iterator[ResidualSite]:
     whole forward has run (SumAccount.run), and a branch that nobody adds is an error then.
     """
     ways = account.ways
-    output, flat = next(iter(graph.find_nodes(op="output"))), ways.nodes[-1]
+    output, flat = output_of(graph), ways.nodes[-1]
     returned = list(operands(output, flat))
     for branch, here in returned:
         labels = ways.labels(here, set())
@@ -155,36 +143,3 @@ def _handed_on(account: SumAccount, graph: fx.Graph) -> Iterator[ResidualSite]:
             members, reached = ways.between(peel(stream), here)
             yield _site(account, output, branch, residual, members, reached)
             break
-
-
-def find_cut_adds(graph: fx.Graph) -> list[fx.Node]:
-    """Return adds of a graph piece that look like sites whose other half lies in another piece.
-
-    One operand is an activation that enters the piece, the other is or comes from another one and
-    not from the first: after a graph break inside a branch, that is what its residual add is.
-    """
-    found = []
-    for add in graph.nodes:
-        if not is_sum(add):
-            continue
-        for residual, branch in itertools.permutations(sum_operands(add), 2):
-            root = peel(residual)
-            is_cut = is_activation_input(root) and _depends_on_other_input(branch, root)
-            if is_cut and not is_no_stream(add, root):
-                found.append(add)
-                break
-    return found
-
-
-def _depends_on_other_input(branch: fx.Node, root: fx.Node) -> bool:
-    seen, pending = {branch}, [branch]
-    others = False
-    while pending:
-        node = pending.pop()
-        if node is root:
-            return False
-        others |= is_activation_input(node)
-        new = [n for n in node.all_input_nodes if n not in seen]
-        seen.update(new)
-        pending += new
-    return others

@@ -24,8 +24,21 @@ from torch import fx
 
 from xtrain import torch_compat
 from xtrain.ops.dropout.op import FORWARD as DROPOUT_OP
-from xtrain.passes import fx_utils
-from xtrain.passes.result import PassResult
+from xtrain.passes.graph import (
+    SHOWN,
+    body_operands,
+    called_bodies,
+    is_active_dropout,
+    is_xtrain_op,
+    module_path,
+    op_name,
+    operand,
+    tensor_meta,
+    walk_graphs,
+    written_operands,
+)
+from xtrain.passes.run import PassResult
+from xtrain.passes.sites.carried import peeled_chain
 from xtrain.passes.sites.find_sites import Found, find_sites
 from xtrain.passes.sites.own_dropouts import (
     is_dropped_whole,
@@ -37,12 +50,8 @@ from xtrain.passes.sites.own_dropouts import (
 from xtrain.passes.sites.residual_sites import ResidualSite
 from xtrain.passes.sites.spell_out_sums import spell_out_sums
 from xtrain.passes.sites.sum_account import Settled
-from xtrain.passes.sites.sums import IN_PLACE_SUM, sum_operands
-from xtrain.passes.values import is_active_dropout, is_xtrain_op, peeled_chain
 
 SEEDS = "xtrain_seeds"
-# What may show the same memory under another name: casts and contiguous() do when they change none.
-_VIEWS = (fx_utils.VIEW_LIKE - {"clone"}) | {"getitem", "slice", "narrow", "chunk", "split"}
 # Where torch's attention functions take the probability of dropping attention probabilities.
 _ATTENTION_P = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
 _NESTED = (
@@ -115,7 +124,7 @@ def insert_residual_dropout(
     module = graph.owning_module
     assert module is not None
     spelt: dict[fx.Node, str] = {}
-    for part in dict.fromkeys(fx_utils.walk_graphs(module)):
+    for part in dict.fromkeys(walk_graphs(module)):
         spelt |= spell_out_sums(part.graph)
     found = find_sites(module, settled, general)
     inserter = _Inserter(p, existing, found.sites, spelt)
@@ -127,7 +136,7 @@ def insert_residual_dropout(
             result.skip("the model's own dropout stays")
         elif not slot.covered_by:
             result.skip(slot.reason)
-    for graph_module in fx_utils.walk_graphs(module):
+    for graph_module in walk_graphs(module):
         result.unseeded += _unseeded(graph_module.graph, inserter.residual_dropouts)
     return result
 
@@ -163,7 +172,7 @@ class _Inserter:
             for site in sites.get(node, ()):
                 slots.append(self._insert(graph, site, rows))
                 rows += _num_rows(slots[-1:])
-            if fx_utils.called_bodies(node):
+            if called_bodies(node):
                 inside = self._enter_bodies(graph, (*calls, node), rows)
                 rows += _num_rows(inside)
                 slots += inside
@@ -184,7 +193,7 @@ class _Inserter:
         )
 
     def _insert(self, graph: fx.Graph, site: ResidualSite, row: int) -> SiteSlot:
-        meta = fx_utils.tensor_meta(site.branch)
+        meta = tensor_meta(site.branch)
         assert meta is not None
         slot = self._slot(site, covered_by="xtrain")
         if torch_compat.is_transformed(meta):
@@ -208,7 +217,7 @@ class _Inserter:
             unread += reversed(_from_own(own, branch))
             branch = _without(own, branch, site.takers[0])
         for own in filter(lambda n: n.users, site.shared):  # the first site of them takes it away
-            own.replace_all_uses_with(fx_utils.operand(own, 0, "input"))
+            own.replace_all_uses_with(operand(own, 0, "input"))
             unread.append(own)
         with graph.inserting_before(site.takers[0]):
             seeds = _seeds_input(graph)
@@ -231,10 +240,10 @@ class _Inserter:
     ) -> list[SiteSlot]:
         """Insert into the body of a higher-order call and hand it its rows of the seeds."""
         call = calls[-1]
-        bodies = fx_utils.called_bodies(call)
-        outer = fx_utils.body_operands(call)
+        bodies = called_bodies(call)
+        outer = body_operands(call)
         if not outer:
-            reason = f"inside a {fx_utils.op_name(call)} body, which takes no seeds"
+            reason = f"inside a {op_name(call)} body, which takes no seeds"
             found = [s for body in bodies for s in self.found[body.graph]]
             return [
                 replace(self._slot(s), witnesses=(), reason=reason, add=f"{call.name}/{s.add.name}")
@@ -253,7 +262,7 @@ class _Inserter:
                 rows = graph.call_function(
                     operator.getitem, (seeds, slice(2 * row, 2 * (row + count)))
                 )
-                value = fx_utils.tensor_meta(seeds)
+                value = tensor_meta(seeds)
                 assert value is not None
                 _set_value(rows, value[: 2 * count])
             call.args = (*call.args, rows)
@@ -298,7 +307,7 @@ def _fake_seeds(graph: fx.Graph) -> torch.Tensor:
     Its length here is only an upper bound; the caller feeds exactly two numbers a row.
     """
     for node in graph.nodes:
-        value = fx_utils.tensor_meta(node)
+        value = tensor_meta(node)
         if value is not None and value.dtype.is_floating_point:
             return value.new_empty((2 * len(graph.nodes),), dtype=torch.int64)
     raise RuntimeError("a graph without floating-point values has no residual site")
@@ -306,7 +315,7 @@ def _fake_seeds(graph: fx.Graph) -> torch.Tensor:
 
 def _element(graph: fx.Graph, seeds: fx.Node, index: int) -> fx.Node:
     node = graph.call_function(operator.getitem, (seeds, index))
-    value = fx_utils.tensor_meta(seeds)
+    value = tensor_meta(seeds)
     assert value is not None
     _set_value(node, value.new_empty(()))
     return node
@@ -317,7 +326,7 @@ def _set_value(node: fx.Node, value: torch.Tensor) -> None:
 
 
 def _shape(node: fx.Node) -> torch.Size:
-    meta = fx_utils.tensor_meta(node)
+    meta = tensor_meta(node)
     assert meta is not None
     return meta.shape
 
@@ -338,14 +347,13 @@ def _hazard(site: ResidualSite, owns: list[fx.Node]) -> str:
         )
     if site.own is not None:
         after_own = _from_own(site.own, site.branch)[1:]
-        if any(map(fx_utils.written_operands, after_own)):
+        if any(map(written_operands, after_own)):
             return "the model's own dropout cannot be replaced: it is changed in place"
     return ""
 
 
 def _writes_into_branch(site: ResidualSite) -> bool:
-    in_place = fx_utils.op_name(site.add) in IN_PLACE_SUM
-    return in_place and sum_operands(site.add)[0] is site.branch
+    return site.branch in written_operands(site.add)
 
 
 def _readers_of_the_sum(site: ResidualSite) -> list[fx.Node]:
@@ -359,13 +367,13 @@ def _readers_of_the_sum(site: ResidualSite) -> list[fx.Node]:
 def _is_seen_through_a_view(site: ResidualSite) -> bool:
     """Whether the branch's memory is read behind the add under another name than its own."""
     order = {node: i for i, node in enumerate(site.add.graph.nodes)}
-    links = itertools.takewhile(lambda n: fx_utils.op_name(n) in _VIEWS, peeled_chain(site.branch))
+    links = itertools.takewhile(lambda n: op_name(n) in SHOWN, peeled_chain(site.branch))
     names = [site.branch, *(link.all_input_nodes[0] for link in links)]
     for name in names:
         for user in name.users:
             if order[user] > order[site.add] and name is not site.branch:
                 return True
-            is_view = fx_utils.op_name(user) in _VIEWS and user not in names
+            is_view = op_name(user) in SHOWN and user not in names
             if is_view and order[user] < order[site.add]:
                 names.append(user)
     return False
@@ -389,9 +397,9 @@ def _without(own: fx.Node, branch: fx.Node, taker: fx.Node) -> fx.Node:
 
     What follows it is copied, so that other readers of the dropped value keep it.
     """
-    copies: dict[fx.Node, fx.Node] = {own: fx_utils.operand(own, 0, "input")}
+    copies: dict[fx.Node, fx.Node] = {own: operand(own, 0, "input")}
     for node in _from_own(own, branch)[1:]:
-        if fx_utils.op_name(own) == "native_dropout" and node.all_input_nodes == [own]:
+        if op_name(own) == "native_dropout" and node.all_input_nodes == [own]:
             copies[node] = copies[own]  # of the pair, what is dropped and not the mask
             continue
         with taker.graph.inserting_before(taker):
@@ -411,15 +419,15 @@ def _unseeded(graph: fx.Graph, residual: set[fx.Node]) -> list[str]:
     found = []
     draws = any(is_random_mask(node) for node in graph.nodes)
     for node in graph.nodes:
-        where = fx_utils.module_path(node) or "the model"
-        name = fx_utils.op_name(node)
+        where = module_path(node) or "the model"
+        name = op_name(node)
         if is_active_dropout(node) and not is_xtrain_op(node) and node not in residual:
             found.append(f"{name} in {where}")
         elif draws and node not in residual and is_masked_by_hand(node):
             found.append(f"a mask written by hand ({name}) in {where}")
         elif name in _ATTENTION_P:
-            p = fx_utils.operand(node, _ATTENTION_P[name], "dropout_p", default=0.0)
-            active = fx_utils.operand(node, 13, "training", default=True) is not False
+            p = operand(node, _ATTENTION_P[name], "dropout_p", default=0.0)
+            active = operand(node, 13, "training", default=True) is not False
             if isinstance(p, int | float) and p > 0 and active:
                 found.append(f"attention probabilities (p = {p}) in {where}")
     return found

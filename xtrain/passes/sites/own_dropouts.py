@@ -12,16 +12,28 @@ from collections.abc import Container, Iterator
 
 from torch import fx
 
-from xtrain.passes import fx_utils
-from xtrain.passes.values import SUB, form_or_norm_of, is_active_dropout, peeled_chain
+from xtrain.passes.graph import (
+    ADD,
+    DIV,
+    FILL,
+    MUL,
+    PART,
+    STACK,
+    SUB,
+    is_active_dropout,
+    is_in_place,
+    op_name,
+    reach,
+    tensor_meta,
+    written_operands,
+)
+from xtrain.passes.sites.carried import form_or_norm_of, peeled_chain
 
 # What a dropped value stays on its way to the add, beside its forms and norms.
-_KEEPS_DROPPED = fx_utils.MUL | fx_utils.DIV | {"getitem", "slice", "narrow", "chunk", "split"}
-_KEEPS_DROPPED |= {"masked_fill", "masked_fill_", "where"}
+_KEEPS_DROPPED = MUL | DIV | FILL | PART | {"chunk", "split"}
 # Where a dropped value meets others that may not be.
-_JOINS = fx_utils.ADD | SUB | {"cat", "concat", "concatenate", "stack"}
-_WRITES = fx_utils.IN_PLACE_SCALING | {"masked_fill_", "setitem"}
-_MASKS = fx_utils.MUL | {"masked_fill", "masked_fill_", "where", "setitem"}
+_JOINS = ADD | SUB | STACK
+_MASKS = MUL | FILL | {"setitem"}
 
 _UNIFORM = frozenset({"rand", "rand_like", "uniform", "uniform_", "random", "random_"})
 _DECISIONS = frozenset({"bernoulli", "bernoulli_", "randint", "randint_like", "randperm"})
@@ -70,16 +82,17 @@ def is_dropped_whole(branch: fx.Node, sites: Container[fx.Node] = ()) -> bool:
     if _dropped_by(branch) is not None:
         return True
     parts = _parts(branch, sites)
-    if fx_utils.op_name(branch) in _JOINS and len(parts) > 1:
+    if op_name(branch) in _JOINS and len(parts) > 1:
         return all(is_dropped_whole(part, sites) for part in parts)
     return any(is_dropped_whole(part, sites) for part in parts)
 
 
 def _dropped_by(node: fx.Node) -> fx.Node | None:
-    """The op that drops a value: the value's own, or a write into it."""
+    """The op that drops a value: its own, or a write into it that is read behind: h.mul_(mask)."""
     if is_active_dropout(node) or is_masked_by_hand(node):
         return node
-    return _masking_write(node)
+    writes = (u for u in node.users if is_in_place(op_name(u)) and u.args[:1] == (node,))
+    return next(filter(is_masked_by_hand, writes), None)
 
 
 def _parts(node: fx.Node, sites: Container[fx.Node]) -> list[fx.Node]:
@@ -87,28 +100,17 @@ def _parts(node: fx.Node, sites: Container[fx.Node]) -> list[fx.Node]:
     inner = form_or_norm_of(node)
     if inner is not None:
         return [inner]
-    name = fx_utils.op_name(node)
+    name = op_name(node)
     if name in _KEEPS_DROPPED:
         return node.all_input_nodes
     if name in _JOINS and node not in sites:
-        return [n for n in node.all_input_nodes if fx_utils.tensor_meta(n) is not None]
+        return [n for n in node.all_input_nodes if tensor_meta(n) is not None]
     return []
 
 
 def is_masked_by_hand(node: fx.Node) -> bool:
     """Whether a node multiplies by, fills by or selects by a mask that only a generator decides."""
-    if fx_utils.op_name(node) not in _MASKS:
-        return False
-    return any(is_random_mask(operand) for operand in node.all_input_nodes)
-
-
-def _masking_write(node: fx.Node) -> fx.Node | None:
-    """A mask that is written into a value: h.mul_(mask), h[mask] = 0, and h is read behind it."""
-    for user in node.users:
-        if fx_utils.op_name(user) in _WRITES and user.args and user.args[0] is node:
-            if is_masked_by_hand(user):
-                return user
-    return None
+    return op_name(node) in _MASKS and any(map(is_random_mask, node.all_input_nodes))
 
 
 def is_random_mask(node: fx.Node) -> bool:
@@ -116,29 +118,27 @@ def is_random_mask(node: fx.Node) -> bool:
 
     Noise that drops nothing (jitter, Gumbel noise of a router) is no mask.
     """
-    if fx_utils.tensor_meta(node) is None:
+    if tensor_meta(node) is None:
         return False
-    decided, draws = False, False
-    seen, pending = {node}, [node]
-    for source in pending:
-        name = fx_utils.op_name(source)
-        writes = [u for u in source.users if _changes_in_place(u, source)]
-        names = {name, *map(fx_utils.op_name, writes)}
+    decided = draws = False
+    for source in reach([node], _decided_by):
+        names = _names(source)
         draws |= not names.isdisjoint(_UNIFORM | _DECISIONS)
         decided |= not names.isdisjoint(_THRESHOLDS | _DECISIONS)
-        if not names.isdisjoint(_UNIFORM | _DECISIONS) or name in _LIKE:
-            continue
-        meta = fx_utils.tensor_meta(source)
+        meta = tensor_meta(source)
         if source.op in ("placeholder", "get_attr") and meta is not None:
             if meta.ndim and meta.dtype.is_floating_point:
                 return False
-        sources = [n for n in source.all_input_nodes if fx_utils.tensor_meta(n) is not None]
-        pending += (new := [n for n in sources if n not in seen])
-        seen.update(new)
     return draws and decided
 
 
-def _changes_in_place(user: fx.Node, value: fx.Node) -> bool:
-    name = fx_utils.op_name(user)
-    in_place = name.endswith("_") and not name.endswith("__")
-    return in_place and bool(user.args) and user.args[0] is value
+def _decided_by(value: fx.Node) -> list[fx.Node]:
+    """The tensors that decide a value, none where a generator does."""
+    if not _names(value).isdisjoint(_UNIFORM | _DECISIONS | _LIKE):
+        return []
+    return [n for n in value.all_input_nodes if tensor_meta(n) is not None]
+
+
+def _names(value: fx.Node) -> set[str]:
+    """The ops that make a value, and that write into it."""
+    return {op_name(value), *(op_name(u) for u in value.users if value in written_operands(u))}

@@ -16,14 +16,28 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
 
 from xtrain import torch_compat
-from xtrain.passes import fx_utils
-from xtrain.passes.sites.residual_sites import ResidualSite
+from xtrain.passes.graph import (
+    TRANSPARENT_CALLS,
+    base_of,
+    body_operands,
+    called_bodies,
+    is_library_op,
+    leaves,
+    op_name,
+    short_place,
+    tensor_meta,
+    value_of,
+    written_operands,
+)
+
+if TYPE_CHECKING:
+    from xtrain.passes.sites.residual_sites import ResidualSite
 
 _OWN_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
 
@@ -51,12 +65,12 @@ class Program:
         self.inside: dict[fx.Node, fx.Node] = {}
         self.unseen: dict[fx.Node, str] = {}
         self._items: dict[tuple[fx.Node, int], fx.Node] = {}
+        self._inside = ""  # the name, with a dot, of the body that is being inlined
 
     @classmethod
     def of(cls, module: fx.GraphModule) -> Program:
         """Return the program of one graph module."""
         program = cls()
-        # Bodies that are not inlined are looked up by their names.
         program.graph.owning_module = module
         program.finish(program.inline(module.graph, {}, program.copy_of))
         return program
@@ -79,13 +93,16 @@ class Program:
                 return fx.node.map_arg(node.args[0], lambda n: values[n])
             if node in values:
                 continue
-            given = fx_utils.body_operands(node) or _of_autograd_function(node)
+            given = body_operands(node) or _of_autograd_function(node)
             if given:
                 inside = {
                     p: fx.node.map_arg(value, lambda n: values[n]) for p, value in given.items()
                 }
+                outside, body = self._inside, next(a for a in node.args if _is_attribute(a))
+                self._inside = f"{values[body].target}."
                 inner = self.inline(next(iter(given)).graph, inside, copy)
-                is_function = fx_utils.op_name(node) not in fx_utils.TRANSPARENT_CALLS
+                self._inside = outside
+                is_function = op_name(node) not in TRANSPARENT_CALLS
                 if is_function and isinstance(inner[0], tuple | list):
                     inner = inner[0]  # behind the results stands what the backward reads
                 values[node] = inner
@@ -97,7 +114,7 @@ class Program:
                 values[node] = copied = copy(node, values)
                 if is_item(node):  # one value, however often code takes it
                     self._items[values[node.args[0]], node.args[1]] = copied
-                if fx_utils.is_library_op(copied.target) and copied not in self.unseen:
+                if is_library_op(copied.target) and copied not in self.unseen:
                     self._open(node, values)
                 else:
                     self._write(node, values)
@@ -105,7 +122,7 @@ class Program:
 
     def _open(self, node: fx.Node, values: dict[fx.Node, Any]) -> None:
         """Put the body of a library's op in the place of its call."""
-        given = fx.node.map_arg((node.args, node.kwargs), _example)
+        given = fx.node.map_arg((node.args, node.kwargs), value_of)
         opened = self.open(values[node], *given)
         if opened is None:
             self._write(node, values)
@@ -154,12 +171,12 @@ class Program:
 
     def _write(self, node: fx.Node, values: dict[fx.Node, Any]) -> None:
         """Make what a node writes in place the value of its targets, and of what those are part."""
-        targets = fx_utils.written_operands(node)
+        targets = written_operands(node)
         for target in targets:
-            if fx_utils.op_name(node) == "setitem":
+            if op_name(node) == "setitem":
                 value = fx.node.map_arg(node.args[2], values.get)
                 written = self.written(values[target], value)
-            elif len(targets) > 1 or fx_utils.tensor_meta(node) is None:
+            elif len(targets) > 1 or tensor_meta(node) is None:
                 written = self.written(values[target], values[node])
             else:
                 written = values[node]
@@ -182,27 +199,31 @@ class Program:
     def copy_of(self, node: fx.Node, values: dict[fx.Node, Any]) -> fx.Node:
         """Append a copy of a node, with its meta."""
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
-        copied = self.graph.create_node(node.op, node.target, args, kwargs, node.name)
+        target = node.target
+        if _is_attribute(node):  # bodies that are not inlined are looked up by their names
+            target = f"{self._inside}{target}"
+        copied = self.graph.create_node(node.op, target, args, kwargs, node.name)
         copied.meta = node.meta
         torch_compat.copy_source(node, copied)
         self.origin[copied] = node
         return copied
 
     def cover(self, sites: Iterable[ResidualSite]) -> None:
-        """Note the branches of sites that were found in the graphs this program was made of."""
-        takers: dict[fx.Node, set[fx.Node]] = {}
-        residuals = {}
+        """Note the branches of sites, which are told in nodes of the flat graph."""
         for site in sites:
-            residuals[site.add] = site.residual
             for taker in site.takers:
-                takers.setdefault(taker, set()).add(site.branch)
-        for node, origin in self.origin.items():
-            if origin in takers:
-                found = {here for there, here in operands(origin, node) if there in takers[origin]}
-                self.branches.setdefault(node, set()).update(found)
-                for there, here in operands(origin, node):
-                    if there is residuals.get(origin):
-                        self.residuals[node] = here
+                self.branches.setdefault(taker, set()).add(site.branch)
+            if site.residual in site.add.all_input_nodes:
+                self.residuals[site.add] = site.residual
+
+    def graph_of(self, node: fx.Node) -> fx.Graph:
+        """Return the graph, or body, that a node stands in."""
+        return self.origin[node].graph
+
+    def operand_of(self, taker: fx.Node, operand: fx.Node) -> fx.Node:
+        """Return what a taker's node in its graph has in the place of an operand here."""
+        pairs = operands(self.origin[taker], taker)
+        return next(there for there, here in pairs if here is operand)
 
     def finish(self, outputs: Any) -> None:
         """End the graph with what the forward returns."""
@@ -216,20 +237,16 @@ def written_into(before: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 def _of_autograd_function(call: fx.Node) -> dict[fx.Node, Any]:
     """Placeholder of the forward of an autograd.Function -> operand, {} for any other node."""
-    bodies = fx_utils.called_bodies(call)
-    if fx_utils.op_name(call) != "autograd_function_apply" or not bodies:
+    bodies = called_bodies(call)
+    if op_name(call) != "autograd_function_apply" or not bodies:
         return {}
     placeholders = [n for n in bodies[0].graph.nodes if n.op == "placeholder"]
-    given = [a for a in call.args if not (isinstance(a, fx.Node) and a.op == "get_attr")]
+    given = [a for a in call.args if not _is_attribute(a)]
     return dict(zip(placeholders[len(placeholders) - len(given) :], given, strict=False))
 
 
-def base_of(node: fx.Node) -> fx.Node | None:
-    """Return the tensor whose memory a node shows another view of."""
-    name = fx_utils.op_name(node)
-    is_view = name in fx_utils.VIEW_LIKE or name in ("getitem", "slice", "select", "narrow")
-    source = node.args[0] if is_view and node.args else None
-    return source if isinstance(source, fx.Node) else None
+def _is_attribute(value: object) -> bool:
+    return isinstance(value, fx.Node) and value.op == "get_attr"
 
 
 def operands(origin: fx.Node, copied: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
@@ -245,17 +262,6 @@ def operands(origin: fx.Node, copied: fx.Node) -> Iterator[tuple[fx.Node, fx.Nod
 def is_item(node: fx.Node) -> bool:
     """Whether a node takes one result of a call that has several, or one row."""
     return node.target is operator.getitem and isinstance(node.args[1], int)
-
-
-def _example(node: fx.Node) -> Any:
-    return node.meta.get("example_value", node.meta.get("val"))
-
-
-def leaves(value: Any) -> list[Any]:
-    """What nested arguments hold, in order."""
-    found: list[Any] = []
-    fx.node.map_aggregate(value, found.append)
-    return found
 
 
 # --- what is recorded while it runs ---------------------------------------------------------------
@@ -285,7 +291,7 @@ class Recording(torch_compat.RecordingMode):
         """Note what a call returned and what it wrote."""
         node.meta = {**node.meta, "val": described(result)}
         tensors = self._operands(node, args, kwargs)
-        for operand in fx_utils.written_operands(node):
+        for operand in written_operands(node):
             self.wrote(tensors[operand], node)
         if isinstance(result, torch.Tensor):
             self.stands_for(node, result)
@@ -386,7 +392,7 @@ class _LibraryOp(Recording):
         """Note an op; of a library's run the kernel, if that is Python, and note what it does."""
         kwargs = kwargs or {}
         hidden = ""
-        if fx_utils.is_library_op(func):
+        if is_library_op(func):
             hidden = torch_compat.hidden_kernel(func, self._device)
             if not hidden:
                 with self:
@@ -433,7 +439,7 @@ def place_of_caller(end: Any = None) -> dict[str, str]:
         file = frame.f_code.co_filename
         if not file.startswith(_OWN_FOLDERS) and not file.startswith("<"):
             code = linecache.getline(file, frame.f_lineno).strip()
-            place = fx_utils.short_place(f"{file}:{frame.f_lineno}")
+            place = short_place(f"{file}:{frame.f_lineno}")
             return {"place": f"{place} in {frame.f_code.co_qualname}, `{code}`"}
         frame = frame.f_back  # type: ignore[assignment]
     return {}

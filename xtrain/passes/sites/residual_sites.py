@@ -1,8 +1,9 @@
-"""Find the residual sites of a graph: where a branch is added back onto the stream that it read.
+"""Find the residual sites of a forward: where a branch is added back onto the stream that it read.
 
 A site is one addend b of a float sum (sums.py says what counts as one), all of one shape, such that
 another addend r is an ancestor of b and a contraction lies on the way. r is seen through casts,
-views and scaling, and, where that finds no branch, under gates and as a part of a value (roots.py):
+views and scaling, and, where that finds no branch, under gates and as a part of a value
+(carried.py):
 
     h = rms_norm(x); h = linear(silu(linear(h)));  y = x + h          r = x, b = h
 
@@ -22,26 +23,28 @@ What the rules keep out, and which rule does it:
     a table of parameters that several layers add to a projection       a parameter is no stream
     x + (book[i] - x).detach(), i the nearest in a book to x            i is an integer: no branch
 Post-dominance is not asked for: an auxiliary router loss bypasses the stream.
+
+The search reads the flat graph of a `Program`, so that a branch is followed into and out of the
+bodies of checkpoints; a site is told in the nodes of the graph, or body, that its add stands in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import fx
 
-from xtrain.passes import fx_utils
-from xtrain.passes.sites.own_dropouts import own_dropout
-from xtrain.passes.sites.roots import gated_roots, is_fresh, mixed_streams, wholes
-from xtrain.passes.sites.stacks import stack_summed_by
-from xtrain.passes.sites.sum_readers import is_no_stream
-from xtrain.passes.sites.sums import Blend, blend, held_operands, is_gathered, is_sum, sum_operands
-from xtrain.passes.values import (
-    carried_chain,
-    filled_buffer,
-    form_or_norm_of,
+from xtrain.passes.graph import (
+    ATTENTION_CALLS,
+    BUFFERS,
+    CONTRACTION,
+    DIV,
+    MUL,
+    SOFTMAX,
+    body_operands,
+    called_bodies,
+    holds_contraction,
     is_activation_input,
     is_active_dropout,
     is_models_dropout,
@@ -49,9 +52,32 @@ from xtrain.passes.values import (
     is_table,
     made_of_parameters,
     may_hold_floats,
+    module_path,
+    op_name,
+    operand,
+    reach,
+    same_shape,
+)
+from xtrain.passes.sites.carried import (
+    carried_chain,
+    form_or_norm_of,
+    gated_roots,
+    mixed_streams,
     parameters_read_by,
     peel,
-    same_shape,
+    wholes,
+)
+from xtrain.passes.sites.own_dropouts import own_dropout
+from xtrain.passes.sites.program import Program
+from xtrain.passes.sites.sum_readers import is_no_stream
+from xtrain.passes.sites.sums import (
+    Blend,
+    blend,
+    held_operands,
+    is_gathered,
+    is_sum,
+    stack_summed_by,
+    sum_operands,
 )
 from xtrain.rng import ATTENTION, CROSS_ATTENTION, FEED_FORWARD
 
@@ -90,23 +116,17 @@ class ResidualSite:
     streams: tuple[fx.Node, ...] = ()
 
 
-def find_residual_sites(graph: fx.Graph, calls: Sequence[fx.Node] = ()) -> list[ResidualSite]:
-    """Return the sites of one graph (not of its higher-order bodies) in execution order.
+def find_residual_sites(
+    program: Program, settled: Callable[[fx.Node], str] = lambda node: ""
+) -> list[ResidualSite]:
+    """Return the sites of a program, in execution order, and note their branches in it.
 
-    Args:     calls: of a checkpointed body, the calls that lead to it, outermost first: with them
-              a branch is followed out of the body that only adds it to the stream (Zamba).
+    Args:     settled: what the user says of a sum of its graphs: "leave" for no site.
     """
-    return _Finder(graph, _finder_of(calls), calls[-1] if calls else None).run()
-
-
-def _finder_of(calls: Sequence[fx.Node]) -> _Finder | None:
-    """Return a finder that has walked the graph of the last call."""
-    if not calls:
-        return None
-    *others, call = calls
-    finder = _Finder(call.graph, _finder_of(others), others[-1] if others else None)
-    finder.run()
-    return finder
+    finder = _Finder(program)
+    found = [s for s in finder.run() if settled(program.origin[s.add]) != "leave"]
+    program.cover(found)
+    return [finder.in_its_graph(site) for site in found]
 
 
 # An addend, with the node that takes it: the add itself, or the stack that a sum is made over.
@@ -114,62 +134,59 @@ Held = tuple[fx.Node, fx.Node]
 
 
 class _Finder:
-    def __init__(self, graph: fx.Graph, outer: _Finder | None = None, call: fx.Node | None = None):
-        self.graph = graph
-        self.outer = outer
-        self.call = call
-        # placeholder of a body -> what the call hands it
-        operands = {} if call is None else fx_utils.body_operands(call)
-        self.operands = {p: o for p, o in operands.items() if isinstance(o, fx.Node)}
-        self.order = {node: position for position, node in enumerate(graph.nodes)}
+    def __init__(self, program: Program):
+        self.program = program
+        self.nodes = list(program.graph.nodes)
+        self.order = {node: position for position, node in enumerate(self.nodes)}
         # sum -> the values that it carries: itself and all addends, but for branches (the stream)
         self.stream: dict[fx.Node, set[fx.Node]] = {}
         self.states: set[fx.Node] = set()
         self.adds: set[fx.Node] = set()
         self.blends: dict[fx.Node, Blend] = {}
-        self.bodies: dict[fx.GraphModule, _Finder] = {}
-        # fresh buffer -> the nodes that fill it in place
-        self.writes: dict[fx.Node, list[fx.Node]] = {}
-        for node in graph.nodes:
-            if (buffer := filled_buffer(node)) is not None:
-                self.writes.setdefault(buffer, []).append(node)
+        self.holders: dict[ResidualSite, fx.Node] = {}  # the sum that takes a site's residual
 
     def run(self) -> list[ResidualSite]:
         self._find_blends()
         inner = {found.inner for found in self.blends.values()}
         sites: list[ResidualSite] = []
-        for node in self.graph.nodes:
-            if is_sum(node) and node not in inner and self._outer_add(node) is None:
+        for node in self.nodes:
+            if self._is_sum(node) and node not in inner and self._outer_add(node) is None:
                 sites.extend(self._sites_of(node))
         return self._one_mask_a_branch(sites)
 
+    def _is_sum(self, node: fx.Node) -> bool:
+        """Whether a node is a sum of a graph: no pass can reach those in a library's op."""
+        return node in self.program.origin and is_sum(node)
+
     def _one_mask_a_branch(self, sites: list[ResidualSite]) -> list[ResidualSite]:
         """Join the sites of a branch that several sums take, scaled or as it is."""
-        groups: dict[fx.Node, list[tuple[ResidualSite, fx.Node]]] = {}
+        groups: dict[tuple[fx.Node, fx.Graph], list[tuple[ResidualSite, fx.Node]]] = {}
         for site in sites:
             chain = _scaled_alone(site.branch)
             value = chain[-1]
             taker = site.takers[0] if len(chain) == 1 else chain[-2]
             if len(site.takers) == 1 and site.own is None:
-                groups.setdefault(value, []).append((site, taker))
+                graph = self.program.graph_of(taker)
+                groups.setdefault((value, graph), []).append((site, taker))
         joined: dict[ResidualSite, ResidualSite | None] = {}
-        for value, members in groups.items():
+        for (value, _), members in groups.items():
             if len({site.add for site, _ in members}) > 1:
                 first, *others = (site for site, _ in members)
                 takers = sorted({t for _, t in members}, key=self.order.__getitem__)
                 joined |= dict.fromkeys(others)
                 joined[first] = replace(first, branch=value, takers=tuple(takers))
+                self.holders[joined[first]] = self.holders[first]
         return [kept for s in sites if (kept := joined.get(s, s)) is not None]
 
     def _find_blends(self) -> None:
         """Note where the operand that a blend takes twice is the branch: both must be dropped."""
-        for node in self.graph.nodes:
+        for node in self.nodes:
             found = blend(node)
             if found and self._branches_from(peel(found.other), [(node, found.twice)]):
                 self.blends[node] = found
 
     def _outer_add(self, node: fx.Node) -> fx.Node | None:
-        """The add that this one is only a link of: single use, same module.
+        """The add that this one is only a link of: single use, same module, same graph.
 
         Routed plus shared experts are summed inside the feed-forward module and so make one
         branch of the block's add; attention + feed-forward of a parallel block are summed in the
@@ -180,13 +197,15 @@ class _Finder:
         users = list(node.users)
         while len(users) == 1 and is_models_dropout(users[0]):
             users = list(users[0].users)
-        if len(users) != 1 or not is_sum(users[0]):
+        if len(users) != 1 or not self._is_sum(users[0]):
+            return None
+        if self.program.graph_of(users[0]) is not self.program.graph_of(node):
             return None
         if any(len(set(sum_operands(n))) == 1 for n in (node, users[0])):
             return None
         if stack_summed_by(node) is not None or is_gathered(node):
             return None  # what is stacked or gathered to be summed joins as one
-        same_module = fx_utils.module_path(users[0]) == fx_utils.module_path(node)
+        same_module = module_path(users[0]) == module_path(node)
         return users[0] if same_module else None
 
     def _addends(self, add: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
@@ -195,15 +214,15 @@ class _Finder:
             twice, other, inner = self.blends[add]
             yield from ((add, twice), (inner, other))
             return
-        for holder, operand in held_operands(add):
-            assert isinstance(operand, fx.Node)
-            link = operand
+        for holder, addend in held_operands(add):
+            assert isinstance(addend, fx.Node)
+            link = addend
             while is_models_dropout(link):
-                link = fx_utils.operand(link, 0, "input")
-            if is_sum(link) and self._outer_add(link) is add:
+                link = operand(link, 0, "input")
+            if self._is_sum(link) and self._outer_add(link) is add:
                 yield from self._addends(link)
             else:
-                yield holder, operand
+                yield holder, addend
 
     def _sites_of(self, top: fx.Node) -> list[ResidualSite]:
         addends = list(self._addends(top))
@@ -218,21 +237,36 @@ class _Finder:
                 self.states.add(top)
             return []
         self.adds.update(add for add, _ in branches)
-        on_stream = [d for add, o in addends if o is residual for d in _dropouts_over(add, top)]
-        return [
-            self._describe(
-                add,
-                branch,
-                residual,
-                root,
-                [d for d in _dropouts_over(add, top) if d not in on_stream],
-            )
-            for add, branch in branches
-        ]
+        holder = next(add for add, node in addends if node is residual)
+        on_stream = _dropouts_over(holder, top)
+        sites = []
+        for add, branch in branches:
+            shared = [d for d in _dropouts_over(add, top) if d not in on_stream]
+            sites.append(self._describe(add, branch, residual, root, shared))
+            self.holders[sites[-1]] = holder
+        return sites
+
+    def in_its_graph(self, site: ResidualSite) -> ResidualSite:
+        """Tell a site in the nodes of the graph, or body, that its add stands in."""
+        program, origin = self.program, self.program.origin
+        graph = program.graph_of(site.add)
+        own = origin.get(site.own) if site.own is not None else None
+        return replace(
+            site,
+            add=origin[site.add],
+            branch=program.operand_of(site.takers[0], site.branch),
+            residual=program.operand_of(self.holders[site], site.residual),
+            own=own if own is not None and own.graph is graph else None,
+            shared=tuple(origin[drop] for drop in site.shared),
+            takers=tuple(origin[taker] for taker in site.takers),
+            witnesses=tuple(origin[n] for n in site.witnesses),
+            keys=tuple(origin[n] for n in site.keys),
+            streams=tuple(origin[n] for n in site.streams),
+        )
 
     def _is_state(self, root: fx.Node) -> bool:
         """Whether a value is a recurrence's: it starts empty, and is decayed before each sum."""
-        return is_fresh(root) or root in self.states
+        return op_name(root) in BUFFERS or root in self.states
 
     def _best_residual(
         self, addends: list[Held]
@@ -242,7 +276,7 @@ class _Finder:
         First each addend's own value is tried; then what it holds under a gate, or is a part of,
         in running order: of two that read each other, the first is the stream.
         """
-        candidates = [(operand, peel(operand)) for _, operand in addends]
+        candidates = [(addend, peel(addend)) for _, addend in addends]
         hidden = [(o, r) for _, o in addends for r in gated_roots(o) if not self._is_state(r)]
         hidden += [(o, r) for _, o in addends for r in wholes(o)]
         hidden = [(o, r) for o, r in hidden if not is_table(r)]
@@ -250,11 +284,11 @@ class _Finder:
         residual: fx.Node | None = None
         value: fx.Node | None = None
         most: list[Held] = []
-        for operand, root in candidates:
-            others = [(add, node) for add, node in addends if node is not operand]
+        for addend, root in candidates:
+            others = [(add, node) for add, node in addends if node is not addend]
             branches = self._branches_from(root, others)
             if len(branches) > len(most):
-                residual, value, most = operand, root, branches
+                residual, value, most = addend, root, branches
         return residual, value, most
 
     def _branches_from(self, root: fx.Node, operands: list[Held]) -> list[Held]:
@@ -262,96 +296,37 @@ class _Finder:
         if root.op in ("get_attr", "output") or is_parameter(root) or not operands:
             return []
         last = max(self.order[add] for add, _ in operands)
-        reached = self._reach(root, last)
+        reached = self._reach([root], last)
         return [
             (add, node)
             for add, node in operands
             if reached.get(node) and root not in self._carried(node)
         ]
 
-    def _reach(self, root: fx.Node, last: int) -> dict[fx.Node, bool]:
-        """Nodes up to position `last` that depend on root -> whether through a contraction."""
-        return self._reach_of([root], last)
-
-    def _reach_of(self, roots: Iterable[fx.Node], last: int) -> dict[fx.Node, bool]:
-        """The same of several values."""
-        reached: dict[fx.Node, bool] = {}
-        for root in roots:
-            reached |= {root: False} | self._reached_outside(root)
+    def _reach(self, roots: Iterable[fx.Node], last: int) -> dict[fx.Node, bool]:
+        """Nodes up to position `last` that depend on roots -> whether through a contraction."""
+        reached = dict.fromkeys(roots, False)
         pending = [*reached]
         while pending:
             node = pending.pop()
-            for user in self._readers(node):
+            for user in node.users:
                 if self.order[user] > last or user.op == "output" or not may_hold_floats(user):
                     continue
-                contracted = reached[node] or fx_utils.holds_contraction(user)
+                contracted = reached[node] or holds_contraction(user)
                 if user not in reached or (contracted and not reached[user]):
                     reached[user] = contracted
                     pending.append(user)
         return reached
 
-    def _reached_outside(self, root: fx.Node) -> dict[fx.Node, bool]:
-        """Inputs of a body that depend on its input `root`, as the calling graph shows."""
-        if self.outer is None or root not in self.operands:
-            return {}
-        source = peel(self.operands[root])
-        reached = self.outer._reach(source, self.outer.order[self.call])
-        return {
-            placeholder: reached[operand]
-            for placeholder, operand in self.operands.items()
-            if placeholder is not root and operand in reached
-        }
-
-    def _readers(self, node: fx.Node) -> list[fx.Node]:
-        """Who depends on a node's value: its users, and a fresh buffer that the node fills."""
-        buffer = filled_buffer(node)
-        return [*node.users] if buffer is None else [*node.users, buffer]
-
-    def _sources(self, node: fx.Node) -> list[fx.Node]:
-        """What a node's value comes from: its inputs, and for a buffer what has filled it."""
-        return [*node.all_input_nodes, *self.writes.get(node, ())]
-
     def _carried(self, node: fx.Node) -> set[fx.Node]:
         """The values that a node carries on: what it is a form or norm of, the stream of a sum."""
         chain = carried_chain(node)
         members = set(chain).union(*(self.stream.get(link, ()) for link in chain))
-        members |= self._carried_through_body(chain[-1])
         if (mixed := mixed_streams(chain[-1])) is not None:
             members |= self._carried(mixed)
         if len(alone := held_operands(chain[-1])) == 1:  # a weighted sum over a stack of one
             members |= self._carried(alone[0][1])
-        if self.outer is not None and any(link in self.operands for link in members):
-            members |= self._carried_into_body(members)
         return members
-
-    def _carried_into_body(self, inputs: set[fx.Node]) -> set[fx.Node]:
-        """The inputs of a body that others of its inputs carry."""
-        assert self.outer is not None
-        given = [self.operands[link] for link in inputs if link in self.operands]
-        outside = set().union(*map(self.outer._carried, given))
-        return {p for p, operand in self.operands.items() if operand in outside}
-
-    def _carried_through_body(self, node: fx.Node) -> set[fx.Node]:
-        """What an output of a checkpointed body carries of the operands that it was given."""
-        call: Any = node
-        index: Any = None
-        if fx_utils.op_name(node) == "getitem":
-            call, index = node.args
-        operands = fx_utils.body_operands(call) if isinstance(call, fx.Node) else {}
-        if not operands:
-            return set()
-        body = next(iter(operands)).graph.owning_module
-        assert body is not None
-        if body not in self.bodies:
-            self.bodies[body] = _Finder(body.graph)
-            self.bodies[body].run()
-        output = next(n for n in reversed(body.graph.nodes) if n.op == "output").args[0]
-        value = output[index] if isinstance(output, tuple | list) and index is not None else output
-        if not isinstance(value, fx.Node):
-            return set()
-        inside = self.bodies[body]._carried(value)
-        outside = [o for p, o in operands.items() if p in inside and isinstance(o, fx.Node)]
-        return set().union(*map(self._carried, outside))
 
     def _describe(
         self,
@@ -361,14 +336,11 @@ class _Finder:
         root: fx.Node,
         shared: list[fx.Node],
     ) -> ResidualSite:
-        reached = self._reach(root, self.order[add])
+        reached = self._reach([root], self.order[add])
         members = self._between(root, branch, reached)
-        if self.outer is not None and root in self.operands:
-            outside, reached_outside = self._between_outside(root, members)
-            members, reached = [*members, *outside], {**reached_outside, **reached}
         kind = branch_kind(members, reached)
         if kind == CROSS_ATTENTION:  # keys of an earlier value of the stream are the stream's own
-            reached |= self._reach_of(self._carried(root), self.order[add])
+            reached |= self._reach(self._carried(root), self.order[add])
             kind = branch_kind(members, reached)
         keys = self._keys(add, members, reached) if kind == CROSS_ATTENTION else ()
         return ResidualSite(
@@ -378,7 +350,7 @@ class _Finder:
             kind=kind,
             own=next(iter(shared), None) or own_dropout(branch, residual, self.adds),
             shared=tuple(shared),
-            path=fx_utils.module_path(add),
+            path=module_path(add),
             takers=(self.blends[add].inner, add) if add in self.blends else (add,),
             witnesses=tuple(parameters_read_by(members)),
             origin=computing_module(members),
@@ -390,8 +362,8 @@ class _Finder:
         self, add: fx.Node, members: list[fx.Node], own: dict[fx.Node, bool]
     ) -> tuple[fx.Node, ...]:
         """The inputs of the graph with which a cross-attention would be the stream's own."""
-        inputs = [n for n in self.graph.nodes if n not in own and is_activation_input(n)]
-        reached = {n: own | self._reach(n, self.order[add]) for n in inputs}
+        inputs = [n for n in self.nodes if n not in own and is_activation_input(n)]
+        reached = {n: own | self._reach([n], self.order[add]) for n in inputs}
         return tuple(n for n in inputs if branch_kind(members, reached[n]) == ATTENTION)
 
     def _between(
@@ -401,32 +373,13 @@ class _Finder:
 
         A sum that carries the root is the stream as well: what was added to it is another branch.
         """
-        found, pending = {branch}, [branch]
         roots = {root, *wholes(root)}
-        while pending:
-            for source in self._sources(pending.pop()):
-                is_stream = source is root or not roots.isdisjoint(self.stream.get(source, ()))
-                if source in reached and source not in found and not is_stream:
-                    found.add(source)
-                    pending.append(source)
-        return sorted(found, key=lambda n: -self.order[n])
 
-    def _between_outside(
-        self, root: fx.Node, members: list[fx.Node]
-    ) -> tuple[list[fx.Node], dict[fx.Node, bool]]:
-        """The calling graph's part of a branch that enters a body, and what depends on root there.
+        def sources(node: fx.Node) -> list[fx.Node]:
+            inside = [n for n in node.all_input_nodes if n in reached and n is not root]
+            return [n for n in inside if roots.isdisjoint(self.stream.get(n, ()))]
 
-        The branch's own part in the caller is as near to the add as its input of the body.
-        """
-        assert self.outer is not None
-        source = peel(self.operands[root])
-        reached = self.outer._reach(source, self.outer.order[self.call])
-        found: list[fx.Node] = []
-        for member in members:
-            operand = self.operands.get(member)
-            if operand in reached and operand is not source:
-                found += self.outer._between(source, operand, reached)
-        return list(dict.fromkeys(found)), reached
+        return sorted(reach([branch], sources), key=lambda n: -self.order[n])
 
 
 def branch_kind(members: list[fx.Node], own: Container[fx.Node]) -> str:
@@ -437,9 +390,9 @@ def branch_kind(members: list[fx.Node], own: Container[fx.Node]) -> str:
               states) make it cross-attention.
     """
     for node in members:
-        if fx_utils.op_name(node) in fx_utils.ATTENTION:
-            return ATTENTION if fx_utils.operand(node, 1, "key") in own else CROSS_ATTENTION
-        for body in fx_utils.called_bodies(node):
+        if op_name(node) in ATTENTION_CALLS:
+            return ATTENTION if operand(node, 1, "key") in own else CROSS_ATTENTION
+        for body in called_bodies(node):
             kind = branch_kind(list(reversed(body.graph.nodes)), _own_inside(node, body, own))
             if kind != FEED_FORWARD:
                 return kind
@@ -448,7 +401,7 @@ def branch_kind(members: list[fx.Node], own: Container[fx.Node]) -> str:
 
 def _own_inside(call: fx.Node, body: fx.GraphModule, own: Container[fx.Node]) -> set[fx.Node]:
     """The nodes of a called body that depend on the residual stream outside it."""
-    operands = fx_utils.body_operands(call)
+    operands = body_operands(call)
     if not operands:  # control flow: what its body is given stays unknown
         return set(body.graph.nodes)
     found: set[fx.Node] = set()
@@ -468,12 +421,12 @@ def _kind_of_spelt_out_attention(members: list[fx.Node], own: Container[fx.Node]
     The product of two values before the softmax, neither of them a parameter, is queries x keys.
     Scores may be a sum of products: those with positions (XLNet) tell nothing of keys.
     """
-    names = [fx_utils.op_name(n) for n in members]
-    after = next((i for i, name in enumerate(names) if name in fx_utils.SOFTMAX), len(members))
+    names = [op_name(n) for n in members]
+    after = next((i for i, name in enumerate(names) if name in SOFTMAX), len(members))
     kind = FEED_FORWARD
     for node in members[after:]:
-        if fx_utils.op_name(node) in fx_utils.CONTRACTION:
-            added = fx_utils.operand(node, 0, "input") if _adds_its_first(node) else None
+        if op_name(node) in CONTRACTION:
+            added = operand(node, 0, "input") if _adds_its_first(node) else None
             values = [n for n in node.all_input_nodes if n is not added]
             values = [n for n in values if n in own or not made_of_parameters(n)]
             if len(values) >= 2:
@@ -485,20 +438,20 @@ def _kind_of_spelt_out_attention(members: list[fx.Node], own: Container[fx.Node]
 
 def _adds_its_first(node: fx.Node) -> bool:
     """Whether a contraction adds its first operand to the product: a bias, such as ALiBi's."""
-    return fx_utils.op_name(node) in ("baddbmm", "addbmm", "addmm")
+    return op_name(node) in ("baddbmm", "addbmm", "addmm")
 
 
 def computing_module(members: list[fx.Node]) -> str:
     """Return the module in which the part of a branch nearest its add reads a parameter."""
     reading = (n for n in members if any(map(made_of_parameters, n.all_input_nodes)))
-    return fx_utils.module_path(node) if (node := next(reading, None)) is not None else ""
+    return module_path(node) if (node := next(reading, None)) is not None else ""
 
 
 def _scaled_alone(branch: fx.Node) -> list[fx.Node]:
     """A branch, then what it is a scaled form of, as long as nobody else reads the forms."""
     chain = [branch]
     while len(chain[-1].users) == 1 and (inner := form_or_norm_of(chain[-1])) is not None:
-        if fx_utils.op_name(chain[-1]) not in fx_utils.MUL | fx_utils.DIV:
+        if op_name(chain[-1]) not in MUL | DIV:
             break
         if not same_shape(inner, chain[-1]):
             break

@@ -23,9 +23,16 @@ import torch
 from torch import fx
 
 from xtrain.ops.dropout.op import FORWARD as DROPOUT_OP
-from xtrain.passes import fx_utils
+from xtrain.passes.graph import (
+    body_operands,
+    called_bodies,
+    is_parameter,
+    op_name,
+    operand,
+    tensor_meta,
+    written_operands,
+)
 from xtrain.passes.sites.program import base_of, written_into
-from xtrain.passes.values import is_parameter
 
 
 class Place(NamedTuple):
@@ -144,10 +151,10 @@ class Walk:
         return None
 
     def _enter(self, call: fx.Node, body: fx.GraphModule) -> None:
-        operands = fx_utils.body_operands(call)
-        for placeholder, operand in operands.items():
-            if isinstance(operand, fx.Node) and operand.target is operator.getitem:
-                source, index = operand.args
+        operands = body_operands(call)
+        for placeholder, given in operands.items():
+            if isinstance(given, fx.Node) and given.target is operator.getitem:
+                source, index = given.args
                 if source in self.seeds and isinstance(index, slice):
                     self.seeds[placeholder] = self.seeds[source] + index.start // 2  # type: ignore[index]
         results = self.run(body.graph, {p: self.of(o) for p, o in operands.items()})
@@ -172,7 +179,7 @@ class Walk:
     def step(self, node: fx.Node) -> None:
         """Follow the sources through one call."""
         self.states[node] = state = self._after(node)
-        for target in fx_utils.written_operands(node):
+        for target in written_operands(node):
             self.states[target] = state
             while (whole := base_of(target)) is not None:
                 part = _in_part(state, _shape(target), _shape(whole))
@@ -180,7 +187,7 @@ class Walk:
                 target = whole
 
     def _after(self, node: fx.Node) -> State:
-        name = fx_utils.op_name(node)
+        name = op_name(node)
         if name == "getitem" and node.args[0] in self.parts:
             return self.parts[node.args[0]][node.args[1]]  # type: ignore[index]
         if node.op in ("get_attr", "call_module") or name in _FRESH:
@@ -200,7 +207,7 @@ class _UnreadError(Exception):
 
 def _follow(node: fx.Node, name: str, of: Any) -> State:
     """The state of a node's value by its op."""
-    first = fx_utils.operand(node, 0, "input", "self", "tensor", "tensors")
+    first = operand(node, 0, "input", "self", "tensor", "tensors")
     if name == "setitem":
         return _agreed([of(first), _written(node, of(node.args[2]))])
     if node.target is written_into:
@@ -216,13 +223,13 @@ def _follow(node: fx.Node, name: str, of: Any) -> State:
     if name in ("cat", "concat", "concatenate", "stack"):
         return _catenated(node, name, first, of)
     if name in _PARTS or name in ("unbind", "sort", "topk", "max", "min") and out is None:
-        dim = fx_utils.operand(node, 0 if name == "unbind" else 2, "dim", default=None)
+        dim = operand(node, 0 if name == "unbind" else 2, "dim", default=None)
         if name == "unbind":
-            dim = fx_utils.operand(node, 1, "dim", default=0)
+            dim = operand(node, 1, "dim", default=0)
         elif name in ("sort", "max", "min"):
-            dim = fx_utils.operand(node, 1, "dim", default=-1)
+            dim = operand(node, 1, "dim", default=-1)
         elif name == "topk" or dim is None:
-            dim = fx_utils.operand(node, 2, "dim", default=-1 if name == "topk" else 0)
+            dim = operand(node, 2, "dim", default=-1 if name == "topk" else 0)
         dim = _dim(first, dim)
         if name == "unbind":
             return _mapped(of(first), lambda p: _without_dim(p, dim))
@@ -240,7 +247,7 @@ def _follow(node: fx.Node, name: str, of: Any) -> State:
         return _indexed(first, [slice(None) if i is None else i for i in indices], of)
     shape = _shape(first)
     if name in ("softmax", "log_softmax", "_softmax"):
-        dim = _dim(first, fx_utils.operand(node, 1, "dim", default=-1))
+        dim = _dim(first, operand(node, 1, "dim", default=-1))
         return _mapped(of(first), lambda p: MIXED if p.dim == dim and p.size > 1 else p)
     if name == "embedding":  # (indices, weight), in aten the other way round
         return of(next(n for n in node.all_input_nodes if not _is_float(n)))
@@ -264,7 +271,7 @@ def _follow(node: fx.Node, name: str, of: Any) -> State:
             lambda p: p._replace(dim=p.dim + added, before=p.before * times[p.dim + added]),
         )
     if name == "repeat_interleave":
-        times_, dim = fx_utils.operand(node, 1, "repeats"), fx_utils.operand(node, 2, "dim")
+        times_, dim = operand(node, 1, "repeats"), operand(node, 2, "dim")
         if not isinstance(times_, int) or dim is None:
             raise _UnreadError
         dim = _dim(first, dim)
@@ -272,7 +279,7 @@ def _follow(node: fx.Node, name: str, of: Any) -> State:
             of(first), lambda p: p._replace(after=p.after * times_) if p.dim == dim else p
         )
     if name in ("select", "narrow", "slice"):
-        dim = _dim(first, fx_utils.operand(node, 1, "dim", default=0))
+        dim = _dim(first, operand(node, 1, "dim", default=0))
         if name == "select":
             return _mapped(of(first), lambda p: _without_dim(p, dim))
         return _mapped(
@@ -280,7 +287,7 @@ def _follow(node: fx.Node, name: str, of: Any) -> State:
         )
     if name in _PICKS:
         default = () if name == "roll" else -1  # the whole, flat
-        dims = fx_utils.operand(node, 2 if name == "roll" else 1, "dim", "dims", default=default)
+        dims = operand(node, 2 if name == "roll" else 1, "dim", "dims", default=default)
         given = dims if isinstance(dims, tuple | list) else (dims,)
         taken = [_dim(first, d) for d in given] or range(len(shape))
         return _mapped(of(first), lambda p: UNKNOWN if p.dim in taken else p)
@@ -289,17 +296,17 @@ def _follow(node: fx.Node, name: str, of: Any) -> State:
     if name in _ADDS_ROWS:
         return _join([of(first), _unknown(map(of, node.all_input_nodes[1:]))])
     if name in _PADS:
-        widths = fx_utils.operand(node, 1, "pad")
+        widths = operand(node, 1, "pad")
         padded = {len(shape) - 1 - i // 2 for i, width in enumerate(widths) if width != 0}
         return _mapped(of(first), lambda p: UNKNOWN if p.dim in padded else p)
     if name == "where":
-        a, b = fx_utils.operand(node, 1, "self", "input"), fx_utils.operand(node, 2, "other")
+        a, b = operand(node, 1, "self", "input"), operand(node, 2, "other")
         values = _agreed([_aligned(of(n), _shape(n), out) for n in (a, b) if _shape(n) is not None])
         return _join([values, _aligned(of(node.args[0]), _shape(node.args[0]), out)])
     if name in _LEADING:
         return _mapped(of(first), lambda p: p if p.dim == 0 and out[0] == shape[0] else UNKNOWN)
     if name in _REDUCTIONS:
-        dims = fx_utils.operand(node, 1, "dim", "axis", default=None)
+        dims = operand(node, 1, "dim", "axis", default=None)
         if dims is None:
             return {}
         taken = [_dim(first, d) for d in (dims if isinstance(dims, tuple | list) else (dims,))]
@@ -348,12 +355,12 @@ def _unknown(states: Iterable[State]) -> State:
 
 
 def _contracted(node: fx.Node, name: str, of: Any) -> list[State]:
-    a, b = fx_utils.operand(node, 0, "input", "query"), fx_utils.operand(node, 1, "other", "weight")
+    a, b = operand(node, 0, "input", "query"), operand(node, 1, "other", "weight")
     if name == "linear":
         rank = len(_shape(a) or ())
         return [_mapped(of(a), lambda p: None if p.dim == rank - 1 else p)]
     if name == "scaled_dot_product_attention":
-        key, value = fx_utils.operand(node, 1, "key"), fx_utils.operand(node, 2, "value")
+        key, value = operand(node, 1, "key"), operand(node, 2, "value")
         rank = len(_shape(a) or ())
         of_keys = [
             _mapped(of(n), lambda p: (MIXED if p.size > 1 else None) if p.dim >= rank - 2 else p)
@@ -395,7 +402,7 @@ def _matmul(a: Any, b: Any, of: Any) -> State:
 
 
 def _catenated(node: fx.Node, name: str, parts: Any, of: Any) -> State:
-    given = fx_utils.operand(node, 1, "dim", "axis", default=0)
+    given = operand(node, 1, "dim", "axis", default=0)
     rank = len(_shape(node) or ())
     dim = given + rank if given < 0 else given
     if name == "stack":
@@ -453,7 +460,7 @@ def _order(node: fx.Node, name: str, rank: int) -> list[int]:
         dims = given[0] if len(given) == 1 and isinstance(given[0], tuple | list) else given
         return [int(d) % rank for d in dims]  # type: ignore[arg-type]
     if name in ("movedim", "moveaxis"):
-        a, b = fx_utils.operand(node, 1, "source"), fx_utils.operand(node, 2, "destination")
+        a, b = operand(node, 1, "source"), operand(node, 2, "destination")
         order.insert(b % rank, order.pop(a % rank))
         return order
     if name == "getattr" and node.args[1] not in ("T", "mT"):
@@ -462,8 +469,8 @@ def _order(node: fx.Node, name: str, rank: int) -> list[int]:
         is_all = name == "numpy_T" or (name == "getattr" and node.args[1] == "T")
         return order[::-1] if is_all else [*order[:-2], order[-1], order[-2]]
     a, b = (
-        fx_utils.operand(node, 1, "dim0", "axis0") % rank,
-        fx_utils.operand(node, 2, "dim1", "axis1") % rank,
+        operand(node, 1, "dim0", "axis0") % rank,
+        operand(node, 2, "dim1", "axis1") % rank,
     )
     order[a], order[b] = order[b], order[a]
     return order
@@ -531,16 +538,16 @@ def _written(node: fx.Node, state: State) -> State:
 
 def _put(node: fx.Node, name: str, of: Any) -> State:
     """The places in what an op puts into its first operand, which has the same dimensions."""
-    first = fx_utils.operand(node, 0, "input", "self")
+    first = operand(node, 0, "input", "self")
     shape = _shape(first) or ()
     taken: Sequence[int] = range(len(shape))
     if name in _PUTS:
         where, position = _PUTS[name]
-        value = fx_utils.operand(node, position, "source", "src", "value")
+        value = operand(node, position, "source", "src", "value")
         if where is not None:
-            taken = [_dim(first, fx_utils.operand(node, where, "dim"))]
+            taken = [_dim(first, operand(node, where, "dim"))]
     else:
-        indices, value = fx_utils.operand(node, 1, "indices"), fx_utils.operand(node, 2, "values")
+        indices, value = operand(node, 1, "indices"), operand(node, 2, "values")
         taken = [dim for dim, index in enumerate(indices) if index is not None]
         if _shape(value) != shape:
             return _unknown([of(value)])
@@ -563,12 +570,12 @@ def _is_whole(part: slice, size: int) -> bool:
 
 
 def _is_float(node: fx.Node) -> bool:
-    value = fx_utils.tensor_meta(node)
+    value = tensor_meta(node)
     return value is not None and value.dtype.is_floating_point
 
 
 def _is_bool(node: fx.Node) -> bool:
-    value = fx_utils.tensor_meta(node)
+    value = tensor_meta(node)
     return value is not None and value.dtype in (torch.bool, torch.uint8)
 
 
@@ -583,7 +590,7 @@ def _mapped(state: State, move: Any) -> State:
 
 def _shape(node: Any) -> tuple[int, ...] | None:
     """The sizes that a value was traced with, None for what is no tensor or depends on data."""
-    value = fx_utils.tensor_meta(node)
+    value = tensor_meta(node)
     if value is None or value.is_nested:
         return None
     sizes = [s.node.hint if isinstance(s, torch.SymInt) else s for s in value.shape]
@@ -595,7 +602,7 @@ def _dim(value: Any, dim: int) -> int:
 
 
 def _body(node: fx.Node) -> fx.GraphModule | None:
-    return fx_utils.called_bodies(node)[0] if fx_utils.body_operands(node) else None
+    return called_bodies(node)[0] if body_operands(node) else None
 
 
 _PYTHONS = frozenset(

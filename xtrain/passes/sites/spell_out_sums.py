@@ -19,16 +19,19 @@ from typing import Any
 import torch
 from torch import fx
 
-from xtrain.passes import fx_utils
-from xtrain.passes.sites.stacks import chain_to_stack
-from xtrain.passes.sites.sum_readers import is_read_by_softmax_alone
-from xtrain.passes.swaps.forms import values_of
-from xtrain.passes.values import (
+from xtrain.passes.graph import (
     depends_on_contraction,
+    holds_contraction,
     made_of_parameters,
     may_hold_floats,
+    op_name,
+    operand,
     same_shape,
+    tensor_meta,
+    values_of,
 )
+from xtrain.passes.sites.sum_readers import is_read_by_softmax_alone
+from xtrain.passes.sites.sums import chain_to_stack
 
 # op -> (position of the summand, its name, positions and names of the factors, the product alone)
 _PRODUCTS: dict[str, tuple[Any, ...]] = {
@@ -48,7 +51,7 @@ def spell_out_sums(graph: fx.Graph) -> dict[fx.Node, str]:
     """Rewrite the hidden adds of one graph, in place; each new add -> the name of the op it was."""
     adds: dict[fx.Node, str] = {}
     for node in list(graph.nodes):
-        name = fx_utils.op_name(node)
+        name = op_name(node)
         found: list[fx.Node] = []
         if name in _FOREACH:
             found = [_spell_out_addcmul(n) or n for n in _spell_out_foreach(node, _FOREACH[name])]
@@ -84,7 +87,7 @@ def _call(like: fx.Node, target: Any, args: tuple[Any, ...], **kwargs: Any) -> f
 
 def _spell_out_foreach(node: fx.Node, name: str) -> list[fx.Node]:
     """One call for each tensor of the lists; scalars, and lists of them, go along."""
-    targets = fx_utils.operand(node, 0, "self")
+    targets = operand(node, 0, "self")
     if not isinstance(targets, list | tuple) or not all(isinstance(t, fx.Node) for t in targets):
         return []
 
@@ -100,7 +103,7 @@ def _spell_out_foreach(node: fx.Node, name: str) -> list[fx.Node]:
         spelt = name if name.endswith("_") else getattr(torch, name)
         results.append(_call(node, spelt, tuple(args), **named))
     for user in list(node.users):
-        if fx_utils.op_name(user) == "getitem" and isinstance(user.args[1], int):
+        if op_name(user) == "getitem" and isinstance(user.args[1], int):
             user.replace_all_uses_with(results[user.args[1]])
             node.graph.erase_node(user)
     for user in list(node.users):
@@ -113,10 +116,10 @@ def _spell_out_foreach(node: fx.Node, name: str) -> list[fx.Node]:
 
 def summand_of(node: fx.Node) -> fx.Node | None:
     """The activation of its own shape that a product of matrices adds, or None."""
-    name = fx_utils.op_name(node)
+    name = op_name(node)
     if name not in _PRODUCTS and name != "linear":
         return None
-    value = fx_utils.operand(node, *((2, "bias") if name == "linear" else (0, "input", "self")))
+    value = operand(node, *((2, "bias") if name == "linear" else (0, "input", "self")))
     if not isinstance(value, fx.Node) or not same_shape(value, node):
         return None
     return None if made_of_parameters(value) else value
@@ -132,7 +135,7 @@ def _is_residual(node: fx.Node) -> bool:
         return False
     streams, pending = {summand}, [summand]
     for value in pending:
-        if not fx_utils.holds_contraction(value):
+        if not holds_contraction(value):
             pending += (new := [n for n in value.all_input_nodes if n not in streams])
             streams.update(n for n in new if may_hold_floats(n) and not made_of_parameters(n))
     seen = {n for n in node.all_input_nodes if n is not summand}
@@ -147,19 +150,19 @@ def _is_residual(node: fx.Node) -> bool:
 
 def _spell_out_product(node: fx.Node, name: str) -> fx.Node:
     first, second, product = _PRODUCTS[name]
-    factors = fx_utils.operand(node, *first), fx_utils.operand(node, *second)
+    factors = operand(node, *first), operand(node, *second)
     branch = _call(node, product, factors)
     if name.startswith("addbmm"):
         branch = _call(node, "sum", (branch, 0))
-    beta = fx_utils.operand(node, 3, "beta", default=1)
-    alpha = fx_utils.operand(node, 4, "alpha", default=1)
-    return _add_instead(node, fx_utils.operand(node, 0, "input", "self"), branch, beta, alpha)
+    beta = operand(node, 3, "beta", default=1)
+    alpha = operand(node, 4, "alpha", default=1)
+    return _add_instead(node, operand(node, 0, "input", "self"), branch, beta, alpha)
 
 
 def _spell_out_linear(node: fx.Node) -> fx.Node:
-    factors = fx_utils.operand(node, 0, "input"), fx_utils.operand(node, 1, "weight")
+    factors = operand(node, 0, "input"), operand(node, 1, "weight")
     branch = _call(node, torch.nn.functional.linear, factors)
-    return _add_instead(node, fx_utils.operand(node, 2, "bias"), branch, 1, 1)
+    return _add_instead(node, operand(node, 2, "bias"), branch, 1, 1)
 
 
 def _spell_out_addcmul(node: fx.Node) -> fx.Node | None:
@@ -167,11 +170,11 @@ def _spell_out_addcmul(node: fx.Node) -> fx.Node | None:
 
     Dynamo writes the forms in place that have a value as fma(product, value, x).
     """
-    name = fx_utils.op_name(node)
+    name = op_name(node)
     if name in ("addcmul", "addcmul_"):
-        stream = fx_utils.operand(node, 0, "input", "self")
-        factors = [fx_utils.operand(node, 1, "tensor1"), fx_utils.operand(node, 2, "tensor2")]
-        value = fx_utils.operand(node, 3, "value", default=1)
+        stream = operand(node, 0, "input", "self")
+        factors = [operand(node, 1, "tensor1"), operand(node, 2, "tensor2")]
+        value = operand(node, 3, "value", default=1)
     elif name == "fma":
         *factors, stream = node.args
         value = 1
@@ -189,8 +192,8 @@ def _spell_out_addcmul(node: fx.Node) -> fx.Node | None:
 
 def _add_instead(node: fx.Node, stream: fx.Node, branch: fx.Node, beta: Any, alpha: Any) -> fx.Node:
     """Put beta * stream + alpha * branch in a node's place, in the dtype of its result."""
-    in_place = fx_utils.op_name(node).endswith("_")
-    before, after = fx_utils.tensor_meta(stream), fx_utils.tensor_meta(node)
+    in_place = op_name(node).endswith("_")
+    before, after = tensor_meta(stream), tensor_meta(node)
     assert before is not None and after is not None
     if not in_place and before.dtype != after.dtype:  # autocast casts what it multiplies
         stream = _call(node, "to", (stream, after.dtype))
@@ -207,7 +210,7 @@ def _add_instead(node: fx.Node, stream: fx.Node, branch: fx.Node, beta: Any, alp
 def _give_own_stack(node: fx.Node, chain: list[fx.Node]) -> None:
     """Copy what lies between a sum and the stacked values where it is read by others too."""
     stack = chain[-1]
-    links = chain if fx_utils.op_name(stack) == "stack" else [*chain, *stack.all_input_nodes]
+    links = chain if op_name(stack) == "stack" else [*chain, *stack.all_input_nodes]
     if all(len(link.users) == 1 for link in links):
         return
     copies: dict[fx.Node, fx.Node] = {}

@@ -30,14 +30,15 @@ from typing import Literal
 import torch
 from torch import fx
 
-from xtrain.passes import fx_utils
+from xtrain.passes.graph import SUB, ndim_of, op_name, tensor_meta, value_of
+from xtrain.passes.sites.carried import peel, peeled_chain
 from xtrain.passes.sites.program import Program
-from xtrain.passes.sites.stacks import stack_summed_by
 from xtrain.passes.sites.sum_readers import (
     is_error_of_a_loss,
     is_read_by_attention_alone,
     is_read_by_softmax_alone,
 )
+from xtrain.passes.sites.sums import stack_summed_by
 from xtrain.passes.sites.ways import (
     CARRIES,
     COMPUTED,
@@ -45,11 +46,9 @@ from xtrain.passes.sites.ways import (
     Label,
     Ways,
     has_shape,
-    ndim_of,
     same_rows,
     shape_of,
 )
-from xtrain.passes.values import SUB, peel, peeled_chain
 
 Verdict = Literal["site", "left", "unexplained"]
 
@@ -198,7 +197,7 @@ class SumAccount:
         if not self.ways.is_opaque(node):
             return False
         inputs = [n for n in node.all_input_nodes if n in self.ways.live and ndim_of(n) >= 2]
-        value = node.meta.get("example_value", node.meta.get("val"))
+        value = value_of(node)
         made = value if isinstance(value, tuple | list) else (value,)
         shapes = [v.shape for v in made if isinstance(v, torch.Tensor)]
         return any(not shapes or any(has_shape(n, s) for s in shapes) for n in inputs)
@@ -213,7 +212,7 @@ class SumAccount:
         )
         if not is_shared and not any(n in self.ways.parameters for n in node.all_input_nodes):
             return None
-        name = fx_utils.op_name(node) or str(node.target)
+        name = op_name(node) or str(node.target)
         if self.settled(node) == "leave":
             return SumEntry(node, "left", SETTLED, settled=True)
         why = self.program.unseen.get(node, "")
@@ -238,7 +237,7 @@ class SumAccount:
         """
         addends = list(inputs) or self.ways.addends(add)
         blocked = set(blocked)
-        is_shape_of_first = bool(inputs) or fx_utils.op_name(add) in SUMS_OVER_DIM
+        is_shape_of_first = bool(inputs) or op_name(add) in SUMS_OVER_DIM
         shape = shape_of(addends[0] if is_shape_of_first else add)
         labels = [self.ways.labels(a, blocked) for a in addends]
         for _ in range(_MAX_COMMON_VALUES):
@@ -284,7 +283,7 @@ class SumAccount:
         if self._are_parts(add, addends, root):
             return SumEntry(add, "left", JOINED)
         seen = _said(found)
-        hides = stack_summed_by(add) is not None or fx_utils.op_name(add) in SUMS_OVER_DIM
+        hides = stack_summed_by(add) is not None or op_name(add) in SUMS_OVER_DIM
         hides |= bool(self.ways.product_addends(add))
         if add in self.program.inside:  # which no pass can reach
             return SumEntry(add, "unexplained", IN_AN_OP, seen)
@@ -325,7 +324,7 @@ class SumAccount:
         (x + f) - x is f again, however x and the sum are shown: AltUp's innovation.
         """
         for node in values:
-            if fx_utils.op_name(node) not in SUB or self.ways.order[node] <= self.ways.order[total]:
+            if op_name(node) not in SUB or self.ways.order[node] <= self.ways.order[total]:
                 continue
             known = [self.ways.labels(a, {total}) for a in self.ways.addends(node)]
             with_sum = [total in k and k[total].nearest != COMPUTED for k in known]
@@ -416,5 +415,5 @@ def _is_in_part(node: fx.Node, shape: torch.Size, labels: Sequence[dict[fx.Node,
 
 
 def _can_be_dropped(node: fx.Node) -> bool:
-    value = fx_utils.tensor_meta(node)
+    value = tensor_meta(node)
     return value is not None and value.dtype.is_floating_point

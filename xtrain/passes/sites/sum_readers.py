@@ -11,12 +11,37 @@ from collections.abc import Callable
 
 from torch import fx
 
-from xtrain.passes import fx_utils
-from xtrain.passes.values import FORM_OF_SECOND, SUB, is_absent_dropout, is_parameter
+from xtrain.passes.graph import (
+    ADD,
+    ATTENTION_CALLS,
+    DIV,
+    FILL,
+    FORM_OF_SECOND,
+    MUL,
+    PART,
+    POWER,
+    SOFTMAX,
+    SUB,
+    VIEW_LIKE,
+    depends_on_contraction,
+    first_two,
+    is_absent_dropout,
+    is_parameter,
+    may_hold_floats,
+    op_name,
+    operand,
+)
 
-# Ops that scores pass on their way to softmax, and ops that ask a value for its form alone.
-_ON_THE_WAY_TO_SOFTMAX = fx_utils.VIEW_LIKE | fx_utils.ADD | fx_utils.MUL | fx_utils.DIV
-_ON_THE_WAY_TO_SOFTMAX |= {"masked_fill", "masked_fill_", "where", "tanh", "clamp", "clamp_min"}
+_ON_THE_WAY_TO_SOFTMAX = VIEW_LIKE | ADD | MUL | DIV | FILL | {"tanh", "clamp", "clamp_min"}
+# What a value stays a form of on its way to attention: heads are cut, repeated, normed and rotated.
+_ON_THE_WAY_TO_ATTENTION = VIEW_LIKE | PART | ADD | MUL | DIV | SUB
+_ON_THE_WAY_TO_ATTENTION |= {"neg", "cat", "stack", "chunk", "split", "unbind"}
+_ON_THE_WAY_TO_ATTENTION |= {"expand", "repeat_interleave", "rms_norm", "layer_norm"}
+_MATRIX_PRODUCTS = frozenset({"matmul", "bmm", "baddbmm", "einsum"})
+_MEASURES = frozenset(
+    "square square_ abs abs_ absolute norm vector_norm linalg_norm linalg_vector_norm".split()
+)
+_ON_THE_WAY_TO_A_LOSS = VIEW_LIKE | PART | MUL | DIV | {"masked_fill", "where"}
 
 
 def is_no_stream(node: fx.Node, root: fx.Node) -> bool:
@@ -35,25 +60,13 @@ def is_no_stream(node: fx.Node, root: fx.Node) -> bool:
 
 def is_read_by_softmax_alone(node: fx.Node) -> bool:
     """Whether a sum is attention scores: no stream ends in softmax without a projection first."""
-    found, seen, pending = False, {node}, [node]
-    while pending:
-        value = pending.pop()
-        for user in value.users:
-            name = fx_utils.op_name(user)
-            if name in FORM_OF_SECOND and user.args[0] is not value:
-                continue
-            if name in fx_utils.SOFTMAX:
-                found = True
-            elif name not in _ON_THE_WAY_TO_SOFTMAX:
-                return False
-            elif user not in seen:
-                seen.add(user)
-                pending.append(user)
-    return found
 
+    def ends(user: fx.Node, name: str, value: fx.Node) -> bool | None:
+        if name in SOFTMAX:
+            return True
+        return None if name in _ON_THE_WAY_TO_SOFTMAX else False
 
-# What picks a part of a value, beside what shows it in another form.
-_PARTS = frozenset({"getitem", "slice", "narrow"})
+    return _all_ways_end(node, ends)
 
 
 def is_read_by_a_gate_alone(node: fx.Node) -> bool:
@@ -62,44 +75,14 @@ def is_read_by_a_gate_alone(node: fx.Node) -> bool:
     A state space adds its input, scaled, to what its scan returns, and gates the sum on the way to
     the output projection. A stream is normed or projected somewhere, or carried on.
     """
-    found, seen, pending = False, {node}, [node]
-    while pending:
-        value = pending.pop()
-        for user in value.users:
-            name = fx_utils.op_name(user)
-            if name in FORM_OF_SECOND and user.args[0] is not value:
-                continue
-            if name in fx_utils.VIEW_LIKE or name in _PARTS or is_absent_dropout(user):
-                if user not in seen:
-                    seen.add(user)
-                    pending.append(user)
-            elif name in fx_utils.MUL and _multiplies_by_a_projection(user, value):
-                found = True
-            else:
-                return False
-    return found
 
+    def ends(user: fx.Node, name: str, value: fx.Node) -> bool | None:
+        if name in VIEW_LIKE | PART:
+            return None
+        others = [f for f in first_two(user) if isinstance(f, fx.Node) and f is not value]
+        return name in MUL and any(map(depends_on_contraction, others))
 
-def _multiplies_by_a_projection(product: fx.Node, value: fx.Node) -> bool:
-    """Whether the other factor holds a contraction: a padding mask or a weight does not."""
-    factors = [fx_utils.operand(product, 0, "input", "self"), fx_utils.operand(product, 1, "other")]
-    others = [f for f in factors if isinstance(f, fx.Node) and f is not value]
-    seen, pending = set(others), list(others)
-    while pending:
-        source = pending.pop()
-        if fx_utils.holds_contraction(source):
-            return True
-        new = [n for n in source.all_input_nodes if n not in seen]
-        seen.update(new)
-        pending += new
-    return False
-
-
-# What a value stays a form of on its way to attention: heads are cut, repeated, normed and rotated.
-_ON_THE_WAY_TO_ATTENTION = fx_utils.VIEW_LIKE | _PARTS | fx_utils.ADD | fx_utils.MUL | fx_utils.DIV
-_ON_THE_WAY_TO_ATTENTION |= SUB | {"neg", "cat", "stack", "chunk", "split", "unbind"}
-_ON_THE_WAY_TO_ATTENTION |= {"expand", "repeat_interleave", "rms_norm", "layer_norm"}
-_MATRIX_PRODUCTS = frozenset({"matmul", "bmm", "baddbmm", "einsum"})
+    return _all_ways_end(node, ends)
 
 
 def is_read_by_attention_alone(node: fx.Node) -> bool:
@@ -110,39 +93,12 @@ def is_read_by_attention_alone(node: fx.Node) -> bool:
     a stream.
     """
 
-    def follow(user: fx.Node, value: fx.Node) -> bool | None:
-        name = fx_utils.op_name(user)
-        if name in FORM_OF_SECOND and user.args[0] is not value:
-            return None
-        if name in fx_utils.ATTENTION or name in _MATRIX_PRODUCTS:
-            return not any(_is_weight(n) for n in user.all_input_nodes)
+    def ends(user: fx.Node, name: str, value: fx.Node) -> bool | None:
+        if name in ATTENTION_CALLS | _MATRIX_PRODUCTS:
+            return not any(map(_is_weight, user.all_input_nodes))
         return None if name in _ON_THE_WAY_TO_ATTENTION else False
 
-    return _all_readers(node, follow)
-
-
-def _is_weight(node: fx.Node) -> bool:
-    """Whether a matrix is parameters alone, also those that indices pick (experts)."""
-    seen, pending = {node}, [node]
-    for source in pending:
-        if is_parameter(source):
-            continue
-        new = [n for n in source.all_input_nodes if _is_float(n) and n not in seen]
-        if not new:
-            return False
-        pending += new
-        seen.update(new)
-    return True
-
-
-def _is_float(node: fx.Node) -> bool:
-    value = fx_utils.tensor_meta(node)
-    return value is None or value.dtype.is_floating_point
-
-
-_MEASURES = frozenset({"square", "square_", "abs", "abs_", "absolute", "norm", "vector_norm"})
-_MEASURES |= {"linalg_norm", "linalg_vector_norm"}
-_WEIGHTED = fx_utils.VIEW_LIKE | _PARTS | fx_utils.MUL | fx_utils.DIV | {"masked_fill", "where"}
+    return _all_ways_end(node, ends)
 
 
 def is_error_of_a_loss(node: fx.Node) -> bool:
@@ -152,38 +108,51 @@ def is_error_of_a_loss(node: fx.Node) -> bool:
     model too, as a stream is of its branch.
     """
 
-    def follow(user: fx.Node, value: fx.Node) -> bool | None:
-        name = fx_utils.op_name(user)
-        if name in _MEASURES or (name in ("pow", "__pow__") and _exponent(user) in (2, 4)):
+    def ends(user: fx.Node, name: str, value: fx.Node) -> bool | None:
+        is_even = name in POWER and operand(user, 1, "exponent") in (2, 4)
+        is_square = name in MUL and first_two(user) == (value, value)
+        if name in _MEASURES or is_even or is_square:
             return True
-        if name in fx_utils.MUL and fx_utils.add_operands(user) == (value, value):
-            return True
-        return None if name in _WEIGHTED else False
+        return None if name in _ON_THE_WAY_TO_A_LOSS else False
 
-    return fx_utils.op_name(node) in SUB and _all_readers(node, follow)
+    return op_name(node) in SUB and _all_ways_end(node, ends)
 
 
-def _exponent(power: fx.Node) -> object:
-    return fx_utils.operand(power, 1, "exponent")
+def _is_weight(node: fx.Node) -> bool:
+    """Whether a matrix is parameters alone, also those that indices pick (experts).
+
+    Where ways meet again, as those of a residual stream do, a value is computed.
+    """
+    seen, pending = {node}, [node]
+    for source in pending:
+        if not is_parameter(source):
+            new = [n for n in source.all_input_nodes if may_hold_floats(n) and n not in seen]
+            if not new:
+                return False
+            pending += new
+            seen.update(new)
+    return True
 
 
-def _all_readers(node: fx.Node, follow: Callable[[fx.Node, fx.Node], bool | None]) -> bool:
-    """Whether every way along the readers of a value ends where `follow` says True.
+def _all_ways_end(node: fx.Node, ends: Callable[[fx.Node, str, fx.Node], bool | None]) -> bool:
+    """Whether every way along the readers of a value ends where `ends` says True.
 
-    follow: (reader, the value that it reads) -> True, the way ends well; False, it does not; None,
-    it leads on through the reader.
+    What asks a value for its form alone does not count, an absent dropout leads on.
+
+    Args:     ends: (reader, its op's name, the value that it reads) -> True, the way ends well;
+              False, it does not; None, it leads on through the reader.
     """
     found, seen, pending = False, {node}, [node]
     for value in pending:
         for user in value.users:
-            if is_absent_dropout(user):
-                ends: bool | None = None
-            else:
-                ends = follow(user, value)
-            if ends is False:
+            name = op_name(user)
+            if name in FORM_OF_SECOND and user.args[0] is not value:
+                continue
+            end = None if is_absent_dropout(user) else ends(user, name, value)
+            if end is False:
                 return False
-            found |= ends is True
-            if ends is None and user not in seen:
+            found |= end is True
+            if end is None and user not in seen:
                 seen.add(user)
                 pending.append(user)
     return found

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from xtrain.ops.dropout.op import FORWARD as DROPOUT_OP
-from xtrain.passes import fx_utils
+from xtrain.passes.graph import tensor_meta, walk_graphs
 from xtrain.rng import SEED_RANGE
 
 OFF = SEED_RANGE[0]  # no offset that an element of a batch can have
@@ -22,7 +22,7 @@ OFF = SEED_RANGE[0]  # no offset that an element of a batch can have
 
 def switch_dropout(module: fx.GraphModule) -> None:
     """Select between each inserted dropout and its branch, in a graph and the bodies it calls."""
-    for part in dict.fromkeys(fx_utils.walk_graphs(module)):
+    for part in dict.fromkeys(walk_graphs(module)):
         for drop in [n for n in part.graph.nodes if n.target is DROPOUT_OP]:
             branch, _, _, offset = drop.args
             users = list(drop.users)
@@ -30,7 +30,7 @@ def switch_dropout(module: fx.GraphModule) -> None:
                 is_off = part.graph.call_function(torch.eq, (offset, OFF))
             with part.graph.inserting_after(is_off):
                 chosen = part.graph.call_function(torch.where, (is_off, branch, drop))
-            value = fx_utils.tensor_meta(drop)
+            value = tensor_meta(drop)
             assert value is not None
             is_off.meta["example_value"] = value.new_empty((), dtype=torch.bool)
             chosen.meta = dict(drop.meta)

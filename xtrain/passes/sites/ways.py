@@ -16,21 +16,25 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from xtrain import torch_compat
-from xtrain.passes import fx_utils
-from xtrain.passes.sites.program import Program, is_item, written_into
-from xtrain.passes.sites.roots import mixed_streams
-from xtrain.passes.sites.spell_out_sums import summand_of
-from xtrain.passes.sites.stacks import stack_summed_by
-from xtrain.passes.sites.sums import held_operands
-from xtrain.passes.values import (
-    form_or_norm_of,
+from xtrain.passes.graph import (
+    CONTRACTION,
+    called_bodies,
+    is_library_op,
     is_parameter,
     is_table,
     is_xtrain_op,
-    part_of,
+    may_hold_floats,
+    ndim_of,
+    op_name,
+    operand,
     reads_form_alone,
     same_sizes,
+    tensor_meta,
 )
+from xtrain.passes.sites.carried import form_or_norm_of, mixed_streams, part_of
+from xtrain.passes.sites.program import Program, is_item, written_into
+from xtrain.passes.sites.spell_out_sums import summand_of
+from xtrain.passes.sites.sums import held_operands, stack_summed_by
 
 # Where the value of a node comes from: how near it stays to the source of an edge.
 CARRIES, ALONE, COMPUTED = 0, 1, 2
@@ -90,11 +94,14 @@ class Ways:
             inputs = node.all_input_nodes
             if inputs and all(n in self.parameters for n in inputs):
                 self.parameters.add(node)
-            elif any(n in self.live or n in self.parameters for n in inputs) and _is_float(node):
+            elif may_hold_floats(node) and any(map(self._is_known, inputs)):
                 self.live.add(node)
-                floats = [n for n in inputs if _is_float(n)]
+                floats = list(filter(may_hold_floats, inputs))
                 if floats and all(n in self.parameters or n in self.picked for n in floats):
                     self.picked.add(node)
+
+    def _is_known(self, node: fx.Node) -> bool:
+        return node in self.live or node in self.parameters
 
     def _edges(self, node: fx.Node) -> Iterator[tuple[fx.Node, int, bool]]:
         """The values that a node is computed from: (source, how near it stays, by parameters)."""
@@ -107,18 +114,16 @@ class Ways:
         inputs = [
             n for n in node.all_input_nodes if n in self.live and not reads_form_alone(node, n)
         ]
-        if node.target is written_into or (
-            is_item(node) and fx_utils.tensor_meta(node.args[0]) is None
-        ):
+        if node.target is written_into or (is_item(node) and tensor_meta(node.args[0]) is None):
             yield from ((n, CARRIES, False) for n in inputs)
             return
         addends = set(self.product_addends(node)[:1] or self.addends(node) or self._held(node))
         given = [n for n in node.all_input_nodes if n in self.parameters]
         opaque = self.is_opaque(node)
         carried = None if opaque else form_or_norm_of(node) or part_of(node) or _stacked_form(node)
-        carries_all = fx_utils.op_name(node) in _STACKS or stack_summed_by(node) is not None
+        carries_all = op_name(node) in _STACKS or stack_summed_by(node) is not None
         mixed = None if opaque else mixed_streams(node)
-        if fx_utils.op_name(node) in fx_utils.CONTRACTION:
+        if op_name(node) in CONTRACTION:
             given += [n for n in inputs if n in self.picked]
         matrix = opaque or any(ndim_of(p) >= 2 for p in given)
         for source in inputs:
@@ -135,17 +140,17 @@ class Ways:
         if node.op == "call_module":
             return True
         if isinstance(node.target, torch_compat.HigherOrderOperator):
-            if fx_utils.op_name(node) in fx_utils.CONTRACTION:  # flex_attention
+            if op_name(node) in CONTRACTION:  # flex_attention
                 return False
-            bodies = fx_utils.called_bodies(self.program.origin.get(node, node))
+            bodies = called_bodies(self.program.origin.get(node, node))
             return bool(bodies) or "place" in node.meta  # recorded, so that no body shows
-        return fx_utils.is_library_op(node.target)
+        return is_library_op(node.target)
 
     def addends(self, node: fx.Node) -> list[fx.Node]:
         """The activations that a node adds up, [] where it adds fewer than two."""
-        if node.op not in ("call_function", "call_method") or not _is_float(node):
+        if node.op not in ("call_function", "call_method") or not may_hold_floats(node):
             return []
-        if fx_utils.tensor_meta(node) is None or ndim_of(node) < 2 or is_xtrain_op(node):
+        if tensor_meta(node) is None or ndim_of(node) < 2 or is_xtrain_op(node):
             return []
         found = self._held(node)
         if not found and node not in self.parameters:
@@ -162,16 +167,16 @@ class Ways:
 
         What views, casts, scales, projects or attends to a stack keeps its values apart.
         """
-        name = fx_utils.op_name(node)
+        name = op_name(node)
         if name not in SUMS_OVER_DIM:
             return []
         for source in node.all_input_nodes:
             stack: fx.Node | None = source
-            while stack is not None and fx_utils.op_name(stack) not in _STACKS:
+            while stack is not None and op_name(stack) not in _STACKS:
                 stack = form_or_norm_of(stack)
             if stack is None or stack_summed_by(node) is not None:
                 continue
-            values = fx_utils.operand(stack, 0, "tensors")
+            values = operand(stack, 0, "tensors")
             if not isinstance(values, list | tuple) or not _along_stack(node, source, stack):
                 continue
             live = [v for v in values if isinstance(v, fx.Node) and v in self.live]
@@ -276,13 +281,13 @@ SUMS_OVER_DIM = frozenset(
 
 def _along_stack(node: fx.Node, source: fx.Node, stack: fx.Node) -> bool:
     """Whether a node may add up what is stacked: its result has fewer values, or a running sum."""
-    if "cumsum" in fx_utils.op_name(node):
+    if "cumsum" in op_name(node):
         return True
-    result, given = fx_utils.tensor_meta(node), fx_utils.tensor_meta(source)
+    result, given = tensor_meta(node), tensor_meta(source)
     if result is None or given is None:
         return False
-    members = fx_utils.operand(stack, 0, "tensors")
-    member = fx_utils.tensor_meta(members[0]) if members else None
+    members = operand(stack, 0, "tensors")
+    member = tensor_meta(members[0]) if members else None
     # A sum over the stack has the size of one member; one over another dim, or a norm, has not.
     return member is not None and _same_count(result, member)
 
@@ -293,7 +298,7 @@ def _same_count(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _unsqueezed(node: fx.Node) -> fx.Node:
     """The value that was given one more dim to be concatenated."""
-    if fx_utils.op_name(node) in ("unsqueeze", "view", "reshape", "getitem") and node.args:
+    if op_name(node) in ("unsqueeze", "view", "reshape", "getitem") and node.args:
         source = node.all_input_nodes[0] if node.all_input_nodes else node
         return source
     return node
@@ -301,35 +306,35 @@ def _unsqueezed(node: fx.Node) -> fx.Node:
 
 def _copied(node: fx.Node) -> fx.Node | None:
     """What is written over the whole of another value."""
-    value = fx_utils.operand(node, 1, "src") if fx_utils.op_name(node) == "copy_" else None
+    value = operand(node, 1, "src") if op_name(node) == "copy_" else None
     return value if isinstance(value, fx.Node) else None
 
 
 def _member(node: fx.Node) -> fx.Node | None:
     """The one value of a stack that a node takes out again: stack((x, h))[0], unbind, select."""
-    name = fx_utils.op_name(node)
+    name = op_name(node)
     if name not in ("getitem", "select") or not node.args or not isinstance(node.args[0], fx.Node):
         return None
     source, index = node.args[0], node.args[-1]
     if not isinstance(index, int):
         return None
-    inner = fx_utils.op_name(source)
+    inner = op_name(source)
     if inner in _CHUNKS:
         cut = source.all_input_nodes[0]
         count = len(source.meta.get("example_value", source.meta.get("val", ())) or ())
         values = _stacked(cut)
-        whole = inner == "unbind" if fx_utils.op_name(cut) == "stack" else inner != "unbind"
+        whole = inner == "unbind" if op_name(cut) == "stack" else inner != "unbind"
         return values[index] if values and len(values) == count and whole else None
-    values = _stacked(source) if fx_utils.op_name(source) == "stack" else None
-    dim = fx_utils.operand(source, 1, "dim", default=0)
+    values = _stacked(source) if op_name(source) == "stack" else None
+    dim = operand(source, 1, "dim", default=0)
     at = node.args[1] if name == "select" else 0
     return values[index] if values and dim == at and index < len(values) else None
 
 
 def _stacked(node: fx.Node) -> Sequence[fx.Node] | None:
-    if fx_utils.op_name(node) not in _STACKS:
+    if op_name(node) not in _STACKS:
         return None
-    values = fx_utils.operand(node, 0, "tensors")
+    values = operand(node, 0, "tensors")
     if isinstance(values, list | tuple) and all(isinstance(v, fx.Node) for v in values):
         return values
     return None
@@ -337,41 +342,26 @@ def _stacked(node: fx.Node) -> Sequence[fx.Node] | None:
 
 def _stacked_form(node: fx.Node) -> fx.Node | None:
     """One value given further dims, or repeated: the streams of a hyper-connection begin so."""
-    if fx_utils.op_name(node) in ("expand", "repeat", "broadcast_to", "expand_as", "tile"):
-        value = fx_utils.operand(node, 0, "input", "self")
+    if op_name(node) in ("expand", "repeat", "broadcast_to", "expand_as", "tile"):
+        value = operand(node, 0, "input", "self")
         return value if isinstance(value, fx.Node) else None
     return None
 
 
-def _is_float(node: fx.Node) -> bool:
-    value = node.meta.get("example_value", node.meta.get("val"))
-    if isinstance(value, torch.Tensor):
-        return value.dtype.is_floating_point or value.dtype.is_complex
-    if isinstance(value, tuple | list):
-        return not isinstance(value, torch.Size)
-    return value is None
-
-
 def _is_activation(node: fx.Node) -> bool:
-    value = fx_utils.tensor_meta(node)
-    return value is not None and _is_float(node) and value.ndim >= 2 and not is_table(node)
-
-
-def ndim_of(node: fx.Node) -> int:
-    """The number of dims of a tensor, -1 for anything else."""
-    value = fx_utils.tensor_meta(node)
-    return -1 if value is None else value.ndim
+    value = tensor_meta(node)
+    return value is not None and may_hold_floats(node) and value.ndim >= 2 and not is_table(node)
 
 
 def shape_of(node: fx.Node) -> torch.Size:
     """The shape of a tensor, () for anything else."""
-    value = fx_utils.tensor_meta(node)
+    value = tensor_meta(node)
     return torch.Size(()) if value is None else value.shape
 
 
 def same_rows(node: fx.Node, shape: torch.Size) -> bool:
     """Whether a value has a sum's shape, or is viewed so: as many rows, flattened or not."""
-    value = fx_utils.tensor_meta(node)
+    value = tensor_meta(node)
     if value is None or value.ndim < 2 or not shape:
         return False
     is_view = same_sizes(value.shape[-1:], shape[-1:])
@@ -380,5 +370,5 @@ def same_rows(node: fx.Node, shape: torch.Size) -> bool:
 
 def has_shape(node: fx.Node, shape: torch.Size) -> bool:
     """Whether a node is a tensor of a shape."""
-    value = fx_utils.tensor_meta(node)
+    value = tensor_meta(node)
     return value is not None and same_sizes(value.shape, shape)

@@ -4,7 +4,8 @@ normalise.py                 one spelling of each value, before the swaps; after
                              casts that they put back to back are taken out
 use_triton_*.py, fuse_*.py   a family each: match from an anchor, emit the op, settle
 split_gradient_sums.py       on the backward graph
-swap.py                      offers each node to a matcher and counts what it did and refused
+rewrite.py                   offers nodes to a matcher, emits an op in the form that was measured to
+                             be the faster, counts what was done and refused
+match.py                     one reading of arithmetic, casts and parts of a tensor
 account.py                   proves that nobody can tell a new value from the old one, or refuses
-forms.py                     emits an op in the form that was measured to be the faster
 """

@@ -26,10 +26,22 @@ import torch
 from torch import fx
 
 from xtrain import torch_compat
-from xtrain.passes import fx_utils
-from xtrain.passes.fx_utils import called_bodies, op_name, written_operands
-from xtrain.passes.match import Refused, cast_source
-from xtrain.passes.swaps.forms import erase_unread
+from xtrain.passes.graph import (
+    Refused,
+    called_bodies,
+    erase_unread,
+    is_call,
+    is_float,
+    op_name,
+    output_of,
+    placeholders,
+    reach,
+    tensors_of,
+    value_of,
+    walk_graphs,
+    written_operands,
+)
+from xtrain.passes.swaps.match import cast_source
 
 WRITTEN = "an op writes in place into what it reads"
 GRAD_MODE = "it reaches across a change of grad mode that its gradients depend on"
@@ -91,10 +103,8 @@ class Account:
         Under no_grad an op records nothing, but one that hands out its operand itself, or has
         written into it, gives what carries as that does.
         """
-        value = node.meta.get("example_value", node.meta.get("val"))
-        values = value if isinstance(value, tuple | list) else (value,)
-        tensors = [v for v in values if isinstance(v, torch.Tensor)]
-        if value is not None and not any(map(_is_differentiable, tensors)):
+        tensors = tensors_of(node)
+        if value_of(node) is not None and not any(map(is_float, tensors)):
             return []
         is_leaf = node.op in ("placeholder", "get_attr")
         if is_leaf or self.state(node).grad:
@@ -154,17 +164,17 @@ class Account:
         for old, new in replaced.items():
             old.replace_all_uses_with(new, delete_user_cb=lambda user, new=new: user is not new)  # type: ignore[misc]
         erase_unread(match)
-        self.known.update(n for new in replaced.values() for n in _emitted(new, self.known))
+        self.known.update(self._emitted(replaced.values()))
 
     def prove(
         self, replaced: Mapping[fx.Node, fx.Node], constants: Iterable[Any] = ()
     ) -> list[fx.Node]:
         """Return the nodes of a match. Raises Refused as `settle` does."""
-        emitted = {n for new in replaced.values() for n in _emitted(new, self.known)}
+        emitted = self._emitted(replaced.values())
         read = {n for e in emitted for n in e.all_input_nodes if n not in emitted}
         read |= {new for new in replaced.values() if new in self.known}
         match = _between(replaced, read | set(constants))
-        if any(any(True for _ in _written_by(node)) for node in match):
+        if any(_written_by(node) for node in match):
             raise Refused(WRITTEN)
         if emitted:
             if any(map(self.writes_into, replaced)):
@@ -177,6 +187,11 @@ class Account:
             if any("register_hook" in op_name(u) for u in node.users if node not in replaced):
                 raise Refused("a hook hangs on a value that it replaces")
         return match
+
+    def _emitted(self, values: Iterable[fx.Node]) -> set[fx.Node]:
+        """Return the nodes that new values are computed by and that were not there before."""
+        new = (value for value in values if value not in self.known)
+        return set(reach(new, lambda n: [m for m in n.all_input_nodes if m not in self.known]))
 
     def _check_states(
         self, match: list[fx.Node], read: set[fx.Node], places: list[fx.Node]
@@ -225,15 +240,14 @@ class Account:
 
     def _leave(self, values: Iterable[fx.Node]) -> bool:
         """Whether one of these values, or a view of it, is an output of the graph."""
-        output = next(n for n in reversed(self.graph.nodes) if n.op == "output")
-        left = {m for n in output.all_input_nodes for m in self.memories(n)}
+        left = {m for n in output_of(self.graph).all_input_nodes for m in self.memories(n)}
         return any(self.memories(value) & left for value in values)
 
 
 def accounts_of(module: fx.GraphModule) -> Iterator[tuple[fx.GraphModule, Account]]:
     """Yield a graph and every body below it with its account; a body starts in its call's state."""
     starts: dict[fx.Graph, State] = {module.graph: State(torch.is_grad_enabled())}
-    for part in dict.fromkeys(fx_utils.walk_graphs(module)):
+    for part in dict.fromkeys(walk_graphs(module)):
         account = Account(part.graph, starts.get(part.graph, State(True)))
         for node in part.graph.nodes:
             for body in called_bodies(node):
@@ -299,60 +313,35 @@ def _sets_state(node: fx.Node) -> bool:
 
 
 def _is_without_value(node: fx.Node) -> bool:
-    if node.op != "call_function" or called_bodies(node):
-        return False
-    return "example_value" not in node.meta and "val" not in node.meta
+    is_plain_call = node.op == "call_function" and not called_bodies(node)
+    return is_plain_call and "example_value" not in node.meta and "val" not in node.meta
 
 
-# --- memory ---------------------------------------------------------------------------------------
+# --- memory and matches ---------------------------------------------------------------------------
 
 
 def _memories(node: fx.Node) -> set[Hashable]:
     """The memory of the tensors that a value is; what is not known is one memory for all."""
-    value = node.meta.get("example_value", node.meta.get("val"))
-    values = value if isinstance(value, tuple | list) else (value,)
-    return {torch_compat.memory_of(v) for v in values if isinstance(v, torch.Tensor)}
+    return set(map(torch_compat.memory_of, tensors_of(node)))
 
 
-def _written_by(node: fx.Node) -> Iterator[Hashable]:
-    """Yield the memory that an op writes into, itself or in a body that it calls."""
-    for target in written_operands(node):
-        yield from _memories(target)
+def _written_by(node: fx.Node) -> set[Hashable]:
+    """The memory that an op writes into, itself or in a body that it calls."""
+    written = set().union(*map(_memories, written_operands(node)))
     for body in called_bodies(node):
-        outside = {m for n in body.graph.nodes if n.op == "placeholder" for m in _memories(n)}
-        for inner in body.graph.nodes:
-            yield from (m for m in _written_by(inner) if m in outside)
-
-
-# --- matches --------------------------------------------------------------------------------------
-
-
-def _emitted(new: fx.Node, known: set[fx.Node]) -> list[fx.Node]:
-    """The nodes that a new value is computed by and that an account does not know."""
-    found = [new] if new not in known else []
-    for node in found:
-        found += [n for n in node.all_input_nodes if n not in known and n not in found]
-    return found
+        outside = set().union(*map(_memories, placeholders(body.graph)))
+        written |= outside & set().union(*map(_written_by, body.graph.nodes))
+    return written
 
 
 def _between(replaced: Iterable[fx.Node], read: set[fx.Node]) -> list[fx.Node]:
     """What old values are computed by from what new ones read. Refused where they read more."""
-    found = [old for old in replaced if old not in read]
-    for node in found:
-        if node.op not in ("call_function", "call_method"):
+
+    def sources(node: fx.Node) -> list[fx.Node]:
+        if not is_call(node):
             raise Refused(f"it depends on {node.name}, which its op does not read")
         cast = cast_source(node)
-        for source in node.all_input_nodes if cast is None else [cast]:
-            if source not in read and source not in found and _holds_tensors(source):
-                found.append(source)
-    return found
+        found = node.all_input_nodes if cast is None else [cast]
+        return [n for n in found if n not in read and (value_of(n) is None or tensors_of(n))]
 
-
-def _holds_tensors(node: fx.Node) -> bool:
-    value = node.meta.get("example_value", node.meta.get("val"))
-    values = value if isinstance(value, tuple | list) else (value,)
-    return value is None or any(isinstance(v, torch.Tensor) for v in values)
-
-
-def _is_differentiable(value: torch.Tensor) -> bool:
-    return value.dtype.is_floating_point or value.dtype.is_complex
+    return list(reach([old for old in replaced if old not in read], sources))

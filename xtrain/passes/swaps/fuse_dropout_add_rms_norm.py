@@ -17,16 +17,24 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from xtrain.ops import OPS
-from xtrain.passes.fx_utils import DROPOUT, op_name, operand, tensor_meta
-from xtrain.passes.match import Refused, add_of, dtype_of, known_dtype
-from xtrain.passes.result import PassResult
+from xtrain.passes.graph import (
+    DROPOUT,
+    Refused,
+    dtype_of,
+    is_xtrain_op,
+    known_dtype,
+    known_tensor,
+    op_name,
+    operand,
+    same_shape,
+    tensor_meta,
+)
+from xtrain.passes.run import PassResult
 from xtrain.passes.swaps.account import Account
-from xtrain.passes.swaps.forms import Forms, emit, emit_getitem, emit_op, values_of
-from xtrain.passes.swaps.swap import swap_each
-from xtrain.passes.values import is_xtrain_op
+from xtrain.passes.swaps.match import add_of
+from xtrain.passes.swaps.rewrite import Forms, Place, swap_each
 
 OP = OPS["dropout_add_rms_norm"]
 NORM = OPS["rms_norm"].forward
@@ -36,17 +44,13 @@ def fuse_dropout_add_rms_norm(
     graph: fx.Graph, *, kernels: str = "auto", backend: str = "inductor"
 ) -> PassResult:
     """Fuse dropout, add and norm in a graph and its bodies."""
-    forms = Forms(kernels, backend)
 
     def swap(node: fx.Node, account: Account) -> str | None:
-        if node.target is not NORM:
-            return None
-        h = node.args[0]
+        h: Any = node.args[0] if node.target is NORM else None
         addends = add_of(h)
         if addends is None or not all(tensor_meta(a) is not None for a in addends):
             return None  # the norm of something else: an embedding, a projection
-        assert isinstance(h, fx.Node)
-        return _fuse(node, h, addends, forms, account)
+        return _fuse(node, h, addends, Forms(kernels, backend), account)
 
     return swap_each(graph, swap)
 
@@ -54,46 +58,33 @@ def fuse_dropout_add_rms_norm(
 def _fuse(
     norm: fx.Node, h: fx.Node, addends: tuple[Any, Any], forms: Forms, account: Account
 ) -> str:
-    graph = norm.graph
     x, residual = _branch_first(addends)
     _check(h, x, residual)
     _, weight, eps, cast = norm.args[:4]
     assert isinstance(weight, fx.Node)
-    if weight.op not in ("placeholder", "get_attr") and not _stands_before(weight, h):
+    if weight.op not in ("placeholder", "get_attr") and not weight < h:
         raise Refused("the norm's weight is computed only behind the add")
     y_dtype = operand(norm, 4, "out_dtype")
-    dropped = x if _is_dropout(x) else None
-    with graph.inserting_before(h):
-        p: Any = 0.0
-        seed: Any = None
-        if dropped is not None:
-            x, p, seed, offset = dropped.args  # type: ignore[assignment]
-        else:
-            seed = offset = _zero(graph, x)
-        values = values_of((x, residual, weight, p, seed, offset, eps))
-        options = {} if y_dtype is None else {"y_dtype": y_dtype}
-        opaque, form = forms.choose(OP, *values, cast=cast)
-        both = emit_op(
-            graph,
-            OP,
-            (x, residual, weight, p, seed, offset, eps, cast),
-            norm,
-            opaque=opaque,
-            **options,
-        )
-        new_h, new_y = (emit_getitem(graph, both, i, like) for i, like in enumerate((h, norm)))
+    options = {} if y_dtype is None else {"y_dtype": y_dtype}
+    place = Place(h, forms, like=norm)
+    p: Any = 0.0
+    if _is_dropout(x):
+        x, p, seed, offset = x.args  # type: ignore[assignment]
+    else:  # a seed that is never read, on x's device
+        zero = torch.ops.aten.new_zeros.default
+        seed = offset = place.emit(zero, x, [], like=x, dtype=torch.int64)
+    both = place.op(OP, (x, residual, weight, p, seed, offset, eps), {"cast": cast}, **options)
+    new_h, new_y = (place.item(both, i, like) for i, like in enumerate((h, norm)))
     if dtype_of(new_h) != dtype_of(h) or dtype_of(new_y) != dtype_of(norm):
         raise Refused("the op's results would have other dtypes than the model's")
     account.settle({h: new_h, norm: new_y})
-    return form
+    return place.form
 
 
 def _branch_first(addends: tuple[Any, Any]) -> tuple[fx.Node, fx.Node]:
     """(branch, residual): the branch is the addend with dropout of ours; without any, the later."""
     first, second = addends
-    if _is_dropout(first) != _is_dropout(second):
-        return (first, second) if _is_dropout(first) else (second, first)
-    return second, first
+    return (first, second) if _is_dropout(first) > _is_dropout(second) else (second, first)
 
 
 def _is_dropout(node: fx.Node) -> bool:
@@ -102,23 +93,10 @@ def _is_dropout(node: fx.Node) -> bool:
 
 
 def _check(h: fx.Node, x: fx.Node, residual: fx.Node) -> None:
-    values = [tensor_meta(n) for n in (h, x, residual)]
-    shapes = [v.shape for v in values if v is not None]
-    if any(len(s) != len(shapes[0]) for s in shapes) or not all(
-        statically_known_true(a == b) for s in shapes[1:] for a, b in zip(shapes[0], s, strict=True)
-    ):
+    if not same_shape(x, h) or not same_shape(residual, h):
         raise Refused("branch and residual differ in shape")
-    if not all(v is not None and v.dtype.is_floating_point for v in values):
+    if not all(known_tensor(n).dtype.is_floating_point for n in (h, x, residual)):
         raise Refused("branch and residual are no floats")
     promoted = torch.promote_types(known_dtype(x), known_dtype(residual))
     if promoted != dtype_of(h):
         raise Refused("the sum has another dtype than its addends promote to")
-
-
-def _stands_before(node: fx.Node, other: fx.Node) -> bool:
-    return node < other
-
-
-def _zero(graph: fx.Graph, like: fx.Node) -> fx.Node:
-    """A seed for p = 0, which is never read, on the device of `like`."""
-    return emit(graph, torch.ops.aten.new_zeros.default, (like, []), like, dtype=torch.int64)

@@ -18,33 +18,37 @@ Skips:   a value that is written in place, whose copy or view is then not the va
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from xtrain import torch_compat
-from xtrain.passes.fx_utils import (
-    add_operands,
+from xtrain.passes.graph import (
     called_bodies,
+    dtype_of,
+    first_two,
+    is_absent_dropout,
+    is_call,
     op_name,
     operand,
     operands_of_bodies,
+    same_shape,
     tensor_meta,
 )
-from xtrain.passes.match import (
+from xtrain.passes.run import PassResult
+from xtrain.passes.swaps.account import Account
+from xtrain.passes.swaps.match import (
+    both_orders,
     cast_source,
     div_of,
-    dtype_of,
     is_number,
     mul_of,
     unary_of,
+    widens,
 )
-from xtrain.passes.result import PassResult
-from xtrain.passes.swaps.account import Account
-from xtrain.passes.swaps.swap import swap_each
-from xtrain.passes.values import is_absent_dropout
+from xtrain.passes.swaps.rewrite import swap_each
 
 # Where the sources of what belongs to the compiled model begin (compiler/seeds.py, ENTRY_ROOT).
 _MODEL = "L['_xtrain_model']"
@@ -52,21 +56,10 @@ _MODEL = "L['_xtrain_model']"
 
 def normalise(graph: fx.Graph) -> PassResult:
     """Take out what hands a value on unchanged; each counts as matched and replaced."""
-
-    def take_out(node: fx.Node, account: Account) -> str | None:
-        if _adds_out_of_place(node, account):
-            return "taken out"
-        source = unchanged(node)
-        if source is None:
-            return None
-        account.settle({node: source})
-        return "taken out"
-
     module = graph.owning_module
     assert module is not None
     num_numbers = _read_attributes(module)
-    result = swap_each(graph, take_out)
-    result.forms.clear()
+    result = _take_out(graph, unchanged, also=_adds_out_of_place)
     result.num_matched += num_numbers
     result.num_replaced += num_numbers
     return result
@@ -79,9 +72,18 @@ def remove_noop_views(graph: fx.Graph) -> PassResult:
              c = x.to(fp32);  d = c.to(bf16)        x is bf16
     Stage:   normalised graph, last.     Changes numerics: no: widening a float is exact.
     """
+    return _take_out(graph, lambda node: unchanged(node) or _cast_back(node))
 
+
+def _take_out(
+    graph: fx.Graph,
+    source_of: Callable[[fx.Node], fx.Node | None],
+    also: Callable[[fx.Node, Account], bool] = lambda node, account: False,
+) -> PassResult:
     def take_out(node: fx.Node, account: Account) -> str | None:
-        source = unchanged(node) or _cast_back(node)
+        if also(node, account):
+            return "taken out"
+        source = source_of(node)
         if source is None:
             return None
         account.settle({node: source})
@@ -90,17 +92,6 @@ def remove_noop_views(graph: fx.Graph) -> PassResult:
     result = swap_each(graph, take_out)
     result.forms.clear()
     return result
-
-
-def _cast_back(node: fx.Node) -> fx.Node | None:
-    """Return x for x.to(wider).to(x.dtype)."""
-    middle = cast_source(node)
-    source = cast_source(middle)
-    if source is None or dtype_of(source) != dtype_of(node):
-        return None
-    narrow, wide = dtype_of(source), dtype_of(middle)
-    assert narrow is not None and wide is not None
-    return source if torch.promote_types(narrow, wide) == wide else None
 
 
 def _read_attributes(module: fx.GraphModule) -> int:
@@ -138,14 +129,14 @@ def _adds_out_of_place(node: fx.Node, account: Account) -> bool:
     """
     if op_name(node) not in ("iadd", "add_") or operand(node, 2, "alpha", default=1) != 1:
         return False
-    target, other = add_operands(node)
+    target, other = first_two(node)
     before, after = tensor_meta(target), tensor_meta(node)
     if before is None or after is None or not isinstance(target, fx.Node):
         return False
     owner = account.maker(target)
     added = tensor_meta(other)
     promoted = before.dtype if added is None else torch.promote_types(before.dtype, added.dtype)
-    if owner.op not in ("call_function", "call_method") or called_bodies(owner):
+    if not is_call(owner) or called_bodies(owner):
         return False  # somebody else's memory
     if promoted != after.dtype or _is_read_by_another_name(node, account):
         return False
@@ -173,65 +164,58 @@ def _is_read_by_another_name(write: fx.Node, account: Account) -> bool:
     return False
 
 
+# --- what hands a value on as it is ---------------------------------------------------------------
+
+
 def unchanged(node: fx.Node) -> fx.Node | None:
     """Return the operand that a node hands on as it is, or None."""
     if is_absent_dropout(node):
         return operand(node, 0, "input")
-    if (source := _same_cast(node)) is not None:
-        return source
-    if op_name(node) == "getitem":
-        return _whole(node)
-    return _same_view(node) or _times_one(node) or _turned_back(node)
+    readings = _same_cast, _whole, _same_view, _times_one, _turned_back
+    return next((source for read in readings if (source := read(node)) is not None), None)
 
 
 def _same_view(node: fx.Node) -> fx.Node | None:
     """Return x for x.view(x.shape) and the like."""
     source = unary_of(node, "view", "reshape", "expand")
-    before, after = tensor_meta(source), tensor_meta(node)
-    if before is None or after is None or before.dtype != after.dtype:
-        return None
-    return source if _have_one_shape(before, after) else None
+    is_same = same_shape(source, node) and dtype_of(source) == dtype_of(node)
+    return source if is_same else None
 
 
 def _times_one(node: fx.Node) -> fx.Node | None:
     """Return x for x * 1.0, 1.0 * x and x / 1.0, as unset scales leave them."""
-    factors, quotient = mul_of(node), div_of(node)
-    pairs = (factors, factors[::-1]) if factors is not None else (quotient,) if quotient else ()
-    for value, one in pairs:
+    quotient = div_of(node)
+    for value, one in (quotient,) if quotient else both_orders(mul_of(node)):
         if is_number(one) and one == 1 and dtype_of(value) == dtype_of(node) is not None:
             return value
     return None
-
-
-def _have_one_shape(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.ndim == b.ndim and all(
-        statically_known_true(m == n) for m, n in zip(a.shape, b.shape, strict=True)
-    )
 
 
 def _same_cast(node: fx.Node) -> fx.Node | None:
     source = cast_source(node)
     if source is None or op_name(node) == "_to_copy" or operand(node, 3, "copy") is True:
         return None
-    if "memory_format" in node.kwargs:
+    is_same = "memory_format" not in node.kwargs and dtype_of(source) == dtype_of(node)
+    return source if is_same else None
+
+
+def _cast_back(node: fx.Node) -> fx.Node | None:
+    """Return x for x.to(wider).to(x.dtype)."""
+    middle = cast_source(node)
+    source = cast_source(middle)
+    if source is None or middle is None or dtype_of(source) != dtype_of(node):
         return None
-    before, after = tensor_meta(source), tensor_meta(node)
-    same = before is not None and after is not None and before.dtype == after.dtype
-    return source if same else None
+    return source if widens(source, middle) else None
 
 
 def _whole(node: fx.Node) -> fx.Node | None:
     """Return x for x[:, 0:, :] and the like."""
+    if op_name(node) != "getitem":
+        return None
     source, index = node.args
-    if not isinstance(source, fx.Node) or tensor_meta(source) is None:
-        return None
     parts = index if isinstance(index, tuple) else (index,)
-    before, after = tensor_meta(source), tensor_meta(node)
-    if before is None or after is None:
-        return None
-    same = _have_one_shape(before, after)
     whole = all(p is Ellipsis or _counts_up_from_zero(p) for p in parts)
-    return source if whole and same and parts else None
+    return source if parts and whole and same_shape(source, node) else None  # type: ignore[return-value]
 
 
 def _counts_up_from_zero(part: Any) -> bool:
@@ -242,9 +226,7 @@ def _turned_back(node: fx.Node) -> fx.Node | None:
     """Return x for x.transpose(a, b).transpose(a, b)."""
     inner = unary_of(node, "transpose")
     source = unary_of(inner, "transpose")
-    if source is None or _dims(node) != _dims(inner):
-        return None
-    return source
+    return source if source is not None and _dims(node) == _dims(inner) else None
 
 
 def _dims(node: fx.Node) -> set[int] | None:

@@ -19,7 +19,7 @@ from torch import fx
 from xtrain import torch_compat
 from xtrain.ops import OPS
 from xtrain.ops.dropout_add_rms_norm.op import KERNEL_GRADS
-from xtrain.passes.result import PassResult
+from xtrain.passes.run import PassResult
 
 BACKWARD = OPS["dropout_add_rms_norm"].backward
 _GRAD_Y = [argument.name for argument in torch_compat.schema(BACKWARD).arguments].index("grad_y")

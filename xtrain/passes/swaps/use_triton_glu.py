@@ -25,15 +25,23 @@ import torch
 from torch import fx
 
 from xtrain.ops import OPS
-from xtrain.passes.fx_utils import op_name, operand, tensor_meta
-from xtrain.passes.match import (
+from xtrain.passes.graph import (
     Refused,
+    dtype_of,
+    known_dtype,
+    known_tensor,
+    op_name,
+    operand,
+    reach,
+    tensor_meta,
+)
+from xtrain.passes.run import PassResult
+from xtrain.passes.swaps.account import Account
+from xtrain.passes.swaps.match import (
     add_of,
     both_orders,
     div_of,
-    dtype_of,
     is_number,
-    known_dtype,
     mul_of,
     part_of_last_dim,
     rounds_to,
@@ -42,10 +50,7 @@ from xtrain.passes.match import (
     uncast,
     unwidened,
 )
-from xtrain.passes.result import PassResult
-from xtrain.passes.swaps.account import Account
-from xtrain.passes.swaps.forms import Forms, check_same_form, emit_cast, emit_op, values_of
-from xtrain.passes.swaps.swap import swap_each
+from xtrain.passes.swaps.rewrite import Forms, Place, check_same_form, swap_each
 
 
 class Activation(NamedTuple):
@@ -120,16 +125,9 @@ def _match(node: fx.Node, activation_of: ActivationOf) -> tuple[Activation, fx.N
 
 def _is_between(value: fx.Node, activated: fx.Node, gate: fx.Node) -> bool:
     """Whether an activation is computed from its gate by way of a value."""
-    pending, seen = [activated], {gate, unwidened(gate)}
-    while pending:
-        node = pending.pop()
-        if node in seen:
-            continue
-        if node is value:
-            return True
-        seen.add(node)
-        pending += node.all_input_nodes
-    return False
+    start = gate, unwidened(gate)
+    between = reach([activated], lambda n: [m for m in n.all_input_nodes if m not in start])
+    return value in between
 
 
 def _swap(
@@ -141,25 +139,20 @@ def _swap(
     account: Account,
 ) -> str:
     gate, options = activation
-    graph = node.graph
+    place = Place(node, forms)
     dtype = torch.promote_types(known_dtype(gate), known_dtype(up))
     # An activation that is spelt out may be wider than its gate: autocast computes powers in fp32.
-    wider = known_dtype(node) != dtype and rounds_to(node) != dtype
-    packed = None if wider else _packed(gate, up)
-    op = OPS[family]
-    inputs: tuple[fx.Node, ...] = (gate, up)
-    with graph.inserting_before(node):
-        if packed is not None:
-            op, inputs = OPS[f"{family}_packed"], packed[:1]
-            options = {"order": packed[1], **options}
-        elif wider:
-            dtype = known_dtype(node)
-            inputs = (emit_cast(graph, gate, dtype, node), up)
-        opaque, form = forms.choose(op, *values_of(inputs), **options)
-        y = emit_op(graph, op, (*inputs, *options.values()), node, opaque=opaque)
+    if known_dtype(node) != dtype and rounds_to(node) != dtype:
+        dtype = known_dtype(node)
+        y = place.op(OPS[family], (place.cast(gate, dtype), up), options)
+    elif (packed := _packed(gate, up)) is not None:
+        whole, order = packed
+        y = place.op(OPS[f"{family}_packed"], (whole,), {"order": order, **options})
+    else:
+        y = place.op(OPS[family], (gate, up), options)
     check_same_form(y, node, dtype=dtype)
     account.settle({node: y})
-    return form
+    return place.form
 
 
 def _packed(gate: fx.Node, up: fx.Node) -> tuple[fx.Node, str] | None:
@@ -167,9 +160,7 @@ def _packed(gate: fx.Node, up: fx.Node) -> tuple[fx.Node, str] | None:
     a, b = part_of_last_dim(gate), part_of_last_dim(up)
     if a is None or b is None or a[0] is not b[0]:
         return None
-    value = tensor_meta(a[0])
-    assert value is not None
-    half, odd = divmod(value.shape[-1], 2)
+    half, odd = divmod(known_tensor(a[0]).shape[-1], 2)
     if odd:
         return None
     cuts = {(0, half, half, 2 * half): "gate_up", (half, 2 * half, 0, half): "up_gate"}

@@ -15,7 +15,6 @@ Skips:   heads with a bias, class weights, targets that are probabilities, other
 from __future__ import annotations
 
 import math
-import operator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,28 +22,19 @@ import torch
 from torch import fx
 
 from xtrain.ops import OPS
-from xtrain.passes.fx_utils import op_name, operand, tensor_meta
-from xtrain.passes.match import (
+from xtrain.passes.graph import (
     Refused,
-    cast_source,
-    div_of,
-    is_number,
     known_dtype,
-    mul_of,
-    unary_of,
+    known_tensor,
+    ndim_of,
+    op_name,
+    operand,
+    tensor_meta,
 )
-from xtrain.passes.result import PassResult
+from xtrain.passes.run import PassResult
 from xtrain.passes.swaps.account import Account
-from xtrain.passes.swaps.forms import (
-    Forms,
-    check_same_form,
-    emit,
-    emit_cast,
-    emit_getitem,
-    emit_op,
-    values_of,
-)
-from xtrain.passes.swaps.swap import swap_each
+from xtrain.passes.swaps.match import both_orders, cast_source, div_of, is_number, mul_of, unary_of
+from xtrain.passes.swaps.rewrite import Forms, Place, check_same_form, swap_each
 
 OP = OPS["linear_cross_entropy"]
 _RESHAPES = ("view", "reshape", "flatten", "contiguous", "_unsafe_view")
@@ -59,17 +49,16 @@ class _Head:
     """What leads from the hidden states to the loss, nearest the loss first."""
 
     head: fx.Node
-    chain: list[fx.Node]
+    chain: list[fx.Node] = field(default_factory=list)
     softcap: float | None = None
     scale: float = 1.0
-    indices: list[Any] = field(default_factory=list)  # taken of [.., V], in running order
+    indices: list[Any] = field(default_factory=list)  # taken of [.., V], the last one first
 
 
 def use_triton_linear_cross_entropy(
     graph: fx.Graph, *, kernels: str = "auto", backend: str = "inductor", logits: str = "keep"
 ) -> PassResult:
     """Swap heads with their losses in a graph and its bodies; logits: "keep" | "drop" outputs."""
-    forms = Forms(kernels, backend)
 
     def swap(node: fx.Node, account: Account) -> str | None:
         if op_name(node) not in ("cross_entropy", "cross_entropy_loss"):
@@ -78,51 +67,48 @@ def use_triton_linear_cross_entropy(
         hidden, weight = _operands(found.head)
         targets, reduction = _arguments(node)
         outputs = _outputs(found, node, drop=logits == "drop")
-        form, result = _emit(node, found, hidden, weight, targets, reduction, forms, account)
+        place = Place(node, Forms(kernels, backend))
+        result = _emit(place, found, hidden, weight, targets, reduction, account)
         account.prove({node: result})
         for output, dropped in outputs.items():
             output.args = fx.node.map_arg(output.args, lambda n, d=dropped: None if n in d else n)  # type: ignore[misc]
         account.settle({node: result})
-        return form
+        return place.form
 
     return swap_each(graph, swap)
 
 
 def _head_of(logits: Any) -> _Head:
     """Walk from what the loss reads up to the head. Raises Refused where something else is met."""
-    chain: list[fx.Node] = []
-    softcap: float | None = None
-    scale = 1.0
-    indices: list[Any] = []
-    node = logits
-    while isinstance(node, fx.Node):
+    found = _Head(logits)
+    while isinstance(node := found.head, fx.Node):
         if op_name(node) in ("linear", "matmul", "mm"):
-            return _Head(node, chain, softcap, scale, indices[::-1])
-        inner: Any = cast_source(node)
-        if inner is None:
-            inner = unary_of(node, *_RESHAPES)
-        if inner is None and (capped := _capped(node)) is not None and softcap is None:
-            inner, softcap, between = capped
-            chain += between
-            if scale != 1.0:
+            return found
+        is_view = unary_of(node, *_RESHAPES) is not None and op_name(node) != "contiguous"
+        inner: Any = cast_source(node) or unary_of(node, *_RESHAPES)
+        if inner is None and found.softcap is None and (capped := _capped(node)) is not None:
+            inner, found.softcap, between = capped
+            found.chain += between
+            if found.scale != 1.0:
                 raise Refused("its logits are scaled behind the soft-cap")
         if inner is None and (scaled := _scaled(node)) is not None:
-            inner, scale = scaled[0], scale * scaled[1]
+            inner, scale = scaled
+            found.scale *= scale
         if inner is None and op_name(node) == "getitem" and _keeps_classes(node):
-            inner = node.args[0]
-            indices.append(node.args[1])
+            inner, index = node.args
+            found.indices.append(index)
         if inner is None:
             break
-        if indices and unary_of(node, "view", "reshape", "flatten", "_unsafe_view") is not None:
+        if found.indices and is_view:
             raise Refused("tokens are taken from logits that were reshaped")
-        chain.append(node)
-        node = inner
+        found.chain.append(node)
+        found.head = inner
     raise Refused("its logits do not come from a linear head alone")
 
 
 def _capped(node: fx.Node) -> tuple[fx.Node, float, list[fx.Node]] | None:
     """Return (x, cap, inner nodes) when a node is cap * tanh(x / cap)."""
-    for bent, cap in _both_ways(mul_of(node)):
+    for bent, cap in both_orders(mul_of(node)):
         if not is_number(cap) or cap <= 0:
             continue
         scaled = unary_of(bent, "tanh")
@@ -138,7 +124,7 @@ def _scaled(node: fx.Node) -> tuple[fx.Node, float] | None:
     if quotient is not None and is_number(quotient[1]) and quotient[1]:
         value, scale = quotient[0], 1.0 / quotient[1]
     else:
-        pairs = [pair for pair in _both_ways(mul_of(node)) if is_number(pair[1])]
+        pairs = [pair for pair in both_orders(mul_of(node)) if is_number(pair[1])]
         if not pairs:
             return None
         value, scale = pairs[0]
@@ -147,27 +133,21 @@ def _scaled(node: fx.Node) -> tuple[fx.Node, float] | None:
     return (value, float(scale)) if isinstance(value, fx.Node) else None
 
 
-def _both_ways(pair: tuple[Any, Any] | None) -> tuple[tuple[Any, Any], ...]:
-    return () if pair is None else (pair, pair[::-1])
-
-
 def _keeps_classes(node: fx.Node) -> bool:
     """Whether an index takes tokens and leaves the last dim whole."""
     source, index = node.args
-    value = tensor_meta(source)
-    if value is None or not isinstance(index, tuple):
+    if tensor_meta(source) is None or not isinstance(index, tuple):
         return False
     if any(p is not Ellipsis and not isinstance(p, slice) for p in index):
         return False
     if Ellipsis in index:
         return index[-1] in (Ellipsis, slice(None))
-    return len(index) < value.ndim or index[-1] == slice(None)
+    return len(index) < ndim_of(source) or index[-1] == slice(None)
 
 
 def _operands(head: fx.Node) -> tuple[fx.Node, fx.Node]:
     hidden, weight = operand(head, 0, "input", "self"), operand(head, 1, "weight", "other", "mat2")
-    value = tensor_meta(weight)
-    if value is None or tensor_meta(hidden) is None or value.ndim != 2:
+    if ndim_of(weight) != 2 or tensor_meta(hidden) is None:
         raise Refused("its head is no product with one matrix")
     if op_name(head) == "linear" and operand(head, 2, "bias") is not None:
         raise Refused("its head has a bias")
@@ -220,33 +200,29 @@ def _outputs(found: _Head, loss: fx.Node, *, drop: bool) -> dict[fx.Node, set[fx
 
 
 def _emit(
-    loss: fx.Node,
+    place: Place,
     found: _Head,
     hidden: fx.Node,
     weight: fx.Node,
     targets: fx.Node,
     reduction: str,
-    forms: Forms,
     account: Account,
-) -> tuple[str, fx.Node]:
-    graph, dtype = loss.graph, known_dtype(found.head)
+) -> fx.Node:
+    loss, dtype = place.before, known_dtype(found.head)
     ignore_index, label_smoothing = _options(loss)
-    with graph.inserting_before(loss):
-        if op_name(found.head) != "linear":
-            weight = emit(graph, torch.ops.aten.t.default, (weight,), loss)
-        needs_grad = account.state(loss).grad and reduction != "none"
-        needs = needs_grad, needs_grad and _requires_grad(weight)
-        hidden, weight = (emit_cast(graph, x, dtype, loss) for x in (hidden, weight))
-        if found.scale != 1.0:
-            hidden = emit(graph, torch.mul, (hidden, found.scale), loss)
-        hidden = _rows(hidden, found, targets, loss)
-        opaque, form = forms.choose(OP, *values_of((hidden, weight, targets)))
-        options = (ignore_index, label_smoothing, 0.0, found.softcap, reduction, *needs, "fp32")
-        call = emit_op(graph, OP, (hidden, weight, targets, None, *options), loss, opaque=opaque)
-        result = emit_getitem(graph, call, 0, loss)
-        result = emit_cast(graph, result, known_dtype(loss), loss)
+    if op_name(found.head) != "linear":
+        weight = place.emit(torch.ops.aten.t.default, weight)
+    needs_grad = account.state(loss).grad and reduction != "none"
+    needs = needs_grad, needs_grad and _requires_grad(weight)
+    hidden, weight = place.cast(hidden, dtype), place.cast(weight, dtype)
+    if found.scale != 1.0:
+        hidden = place.emit(torch.mul, hidden, found.scale)
+    hidden = _rows(place, hidden, found, targets)
+    options = ignore_index, label_smoothing, 0.0, found.softcap, reduction, *needs, "fp32"
+    call = place.op(OP, (hidden, weight, targets), {}, (None, *options))
+    result = place.cast(place.item(call, 0), known_dtype(loss))
     check_same_form(result, loss)
-    return form, result
+    return result
 
 
 def _requires_grad(weight: fx.Node) -> bool:
@@ -257,16 +233,13 @@ def _requires_grad(weight: fx.Node) -> bool:
     return weight.op != "placeholder" or value is None or value.requires_grad
 
 
-def _rows(hidden: fx.Node, found: _Head, targets: fx.Node, like: fx.Node) -> fx.Node:
+def _rows(place: Place, hidden: fx.Node, found: _Head, targets: fx.Node) -> fx.Node:
     """Take of the hidden states what the model takes of the logits: [targets' shape, D]."""
-    graph = like.graph
-    for index in found.indices:
-        hidden = emit(graph, operator.getitem, (hidden, index), like)
-    value, wanted = tensor_meta(hidden), tensor_meta(targets)
-    assert value is not None and wanted is not None
-    if value.shape[:-1] == wanted.shape:
+    for index in reversed(found.indices):
+        hidden = place.item(hidden, index)
+    wanted = known_tensor(targets).shape
+    if known_tensor(hidden).shape[:-1] == wanted:
         return hidden
-    if wanted.ndim != 1:
+    if len(wanted) != 1:
         raise Refused("its targets are shaped otherwise than its logits")
-    flat = (hidden, 0, value.ndim - 2)
-    return emit(graph, torch.ops.aten.flatten.using_ints, flat, like)
+    return place.emit(torch.ops.aten.flatten.using_ints, hidden, 0, ndim_of(hidden) - 2)

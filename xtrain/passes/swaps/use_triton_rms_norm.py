@@ -23,18 +23,27 @@ from typing import Any
 import torch
 from torch import fx
 
-from xtrain import torch_compat
 from xtrain.ops import OPS
 from xtrain.ops.core import compute_dtype
-from xtrain.passes.fx_utils import op_name, operand, tensor_meta
-from xtrain.passes.match import (
+from xtrain.passes.graph import (
     Refused,
+    dtype_of,
+    is_xtrain_op,
+    known_dtype,
+    known_tensor,
+    op_name,
+    operand,
+    tensor_meta,
+)
+from xtrain.passes.run import PassResult
+from xtrain.passes.swaps.account import Account
+from xtrain.passes.swaps.match import (
     add_of,
+    both_orders,
     cast_source,
     div_of,
-    dtype_of,
+    is_last_dim,
     is_number,
-    known_dtype,
     mul_of,
     name_of,
     only_user,
@@ -45,10 +54,7 @@ from xtrain.passes.match import (
     uncast,
     unwidened,
 )
-from xtrain.passes.result import PassResult
-from xtrain.passes.swaps.account import Account
-from xtrain.passes.swaps.forms import Forms, check_same_form, emit_cast, emit_op, values_of
-from xtrain.passes.swaps.swap import swap_each
+from xtrain.passes.swaps.rewrite import Forms, Place, check_same_form, swap_each
 
 OP = OPS["rms_norm"]
 _NO_WEIGHT = "its weight is not one number per column"
@@ -60,54 +66,46 @@ class Norm:
 
     x: fx.Node
     weight: fx.Node | None  # None: ones
-    eps: float
     cast: str
     last: fx.Node
     computes_in: torch.dtype | None = None  # cast x to it first: the op's own x.dtype rules y's
+    eps: float = 0.0
 
 
 def use_triton_rms_norm(
     graph: fx.Graph, *, kernels: str = "auto", backend: str = "inductor"
 ) -> PassResult:
     """Swap the norms of a graph and of its bodies; the report says how many, how and why not."""
-    forms = Forms(kernels, backend)
 
     def swap(node: fx.Node, account: Account) -> str | None:
         norm = _match_call(node) if op_name(node) == "rms_norm" else _match_spelt_out(node)
-        return None if norm is None else _swap(norm, forms, account)
+        return None if norm is None else _swap(norm, Forms(kernels, backend), account)
 
     return swap_each(graph, swap)
 
 
 def _swap(norm: Norm, forms: Forms, account: Account) -> str:
-    graph, last = norm.last.graph, norm.last
+    x, last, place = norm.x, norm.last, Place(norm.last, forms)
     y_dtype = rounds_to(last) or known_dtype(last)
-    with graph.inserting_before(last):
-        x = norm.x
-        if norm.computes_in is not None:
-            x = emit_cast(graph, x, norm.computes_in, last)
-        own = known_dtype(x)
-        weight = _ones(x, last) if norm.weight is None else norm.weight
-        if norm.cast == "llama":
-            own = torch.promote_types(own, known_dtype(weight))
-        options: dict[str, Any] = {}
-        if y_dtype != own:
-            options["out_dtype"] = y_dtype
-        call = (x, weight, norm.eps)
-        opaque, form = forms.choose(OP, *values_of(call), cast=norm.cast)
-        y = emit_op(graph, OP, (*call, norm.cast), last, opaque=opaque, **options)
+    if norm.computes_in is not None:
+        x = place.cast(x, norm.computes_in)
+    own = known_dtype(x)
+    weight = _ones(x) if norm.weight is None else norm.weight
+    if norm.cast == "llama":
+        own = torch.promote_types(own, known_dtype(weight))
+    options = {} if y_dtype == own else {"out_dtype": y_dtype}
+    y = place.op(OP, (x, weight, norm.eps), {"cast": norm.cast}, **options)
     check_same_form(y, last, dtype=y_dtype)
     account.settle({last: y})
-    return form
+    return place.form
 
 
-def _ones(x: fx.Node, like: fx.Node) -> fx.Node:
+def _ones(x: fx.Node) -> fx.Node:
     """Return a weight that changes nothing, in x's dtype, at the graph's start; norms share it.
 
     There it stands before any add that a norm may be fused with.
     """
-    value = tensor_meta(x)
-    assert value is not None
+    value = known_tensor(x)
     D = value.shape[-1]
     if not isinstance(D, int):
         raise Refused("it has no weight, and a symbolic number of columns")
@@ -128,12 +126,9 @@ def _ones(x: fx.Node, like: fx.Node) -> fx.Node:
 
 def _match_call(node: fx.Node) -> Norm | None:
     """F.rms_norm computes in fp32 up to its result, which has x's dtype."""
-    if isinstance(node.target, torch_compat.OpOverload) and node.target.namespace == "xtrain":
-        return None
-    x = operand(node, 0, "input")
-    shape = operand(node, 1, "normalized_shape")
+    x, shape = operand(node, 0, "input"), operand(node, 1, "normalized_shape")
     weight, eps = operand(node, 2, "weight"), operand(node, 3, "eps")
-    if not isinstance(x, fx.Node) or tensor_meta(x) is None:
+    if is_xtrain_op(node) or tensor_meta(x) is None:
         return None
     if isinstance(shape, tuple | list) and len(shape) != 1:
         raise Refused("it normalises over several dims")
@@ -144,11 +139,12 @@ def _match_call(node: fx.Node) -> Norm | None:
         raise Refused("eps is no constant")
     if weight is None:
         norm = _scaled(node, unwidened(x) if c == dtype_of(x) else x)
-        norm.eps = float(eps)
-        return norm
-    if not _is_weight(weight, x):
+    elif _is_weight(weight, x):
+        norm = Norm(x, weight, "llama", node, c if c != dtype_of(x) else None)
+    else:
         raise Refused(_NO_WEIGHT)
-    return Norm(x, weight, float(eps), "llama", node, c if c != dtype_of(x) else None)
+    norm.eps = float(eps)
+    return norm
 
 
 # --- the norm spelt out ---------------------------------------------------------------------------
@@ -161,22 +157,31 @@ def _match_spelt_out(node: fx.Node) -> Norm | None:
         return None
     c, eps = found
     x = unwidened(c)
-    if _is_centred(x):
+    difference = sub_of(x)
+    if difference is not None and unary_of(uncast(difference[1]), "mean") is not None:
         raise Refused("it is a layer norm: the mean is taken off x")
-    if dtype_of(node) != compute_dtype(dtype_of(node) or torch.float32):
-        raise Refused(f"x / rms is formed in {name_of(dtype_of(node))}")
+    _check_wide(node, "x / rms is formed in {}")
     norm = _scaled(node, x)
     norm.eps = eps
     return norm
 
 
+def _is_wide(node: fx.Node) -> bool:
+    """Whether a value has the dtype of arithmetic on it: fp32 or fp64."""
+    return dtype_of(node) == compute_dtype(dtype_of(node) or torch.float32)
+
+
+def _check_wide(node: fx.Node, reason: str) -> None:
+    if not _is_wide(node):
+        raise Refused(reason.format(name_of(dtype_of(node))))
+
+
 def _normalised(node: fx.Node) -> tuple[fx.Node, float] | None:
     """Return (c, eps) when a node is c / sqrt(mean(c^2) + eps), else None."""
     pairs: list[tuple[Any, Any, Any]] = []  # value, what divides it squared, the node between
-    if (factors := mul_of(node)) is not None:
-        for value, rstd in (factors, factors[::-1]):
-            pairs.append((value, _square_of_reciprocal(uncast(rstd)), rstd))
-    elif (quotient := div_of(node)) is not None:
+    for value, rstd in both_orders(mul_of(node)):
+        pairs.append((value, _square_of_reciprocal(uncast(rstd)), rstd))
+    if (quotient := div_of(node)) is not None:
         value, rms = quotient
         root = uncast(rms)
         pairs.append((value, unary_of(root, "sqrt") or power_of(root, 0.5), rms))
@@ -188,8 +193,7 @@ def _normalised(node: fx.Node) -> tuple[fx.Node, float] | None:
         c, eps = statistics
         if uncast(value) is not uncast(c):
             return None  # a gate or a scale that divides one value by the rms of another
-        if dtype_of(rstd) != compute_dtype(dtype_of(rstd) or torch.float32):
-            raise Refused(f"1 / rms is rounded to {name_of(dtype_of(rstd))}")
+        _check_wide(rstd, "1 / rms is rounded to {}")
         if dtype_of(value) not in (dtype_of(c), dtype_of(unwidened(c))):
             raise Refused("x is rounded between its mean square and its quotient")
         return c, eps
@@ -210,35 +214,29 @@ def _square_of_reciprocal(node: object) -> Any:
 
 def _mean_square(node: fx.Node) -> tuple[fx.Node, float] | None:
     """Return (c, eps) when a node is mean(c^2, -1, keepdim) + eps, else None."""
-    for mean, eps in _both_ways(add_of(node)):
-        if unary_of(mean, "mean") is None or not is_number(eps):
+    for mean, eps in both_orders(add_of(node)):
+        squared = unary_of(mean, "mean")
+        if squared is None or not is_number(eps):
             continue
-        squared = operand(mean, 0, "input", "self")
         c = power_of(squared, 2)
-        value = tensor_meta(squared)
-        if not isinstance(c, fx.Node) or value is None:
+        if not isinstance(c, fx.Node) or tensor_meta(squared) is None:
             return None
         dim = operand(mean, 1, "dim")
         dim = dim[0] if isinstance(dim, tuple | list) and len(dim) == 1 else dim
-        if dim not in (-1, value.ndim - 1) or operand(mean, 2, "keepdim") is not True:
+        if not is_last_dim(dim, squared) or operand(mean, 2, "keepdim") is not True:
             return None
-        if value.dtype != compute_dtype(value.dtype):
-            raise Refused(f"the mean square is formed in {name_of(value.dtype)}")
-        if operand(mean, 3, "dtype") not in (None, value.dtype):
+        _check_wide(squared, "the mean square is formed in {}")
+        if operand(mean, 3, "dtype") not in (None, dtype_of(squared)):
             raise Refused("the mean square changes dtype as it is summed")
         return c, float(eps)
     return None
-
-
-def _both_ways(pair: tuple[Any, Any] | None) -> tuple[tuple[Any, Any], ...]:
-    return () if pair is None else (pair, pair[::-1])
 
 
 def _scaled(n: fx.Node, x: fx.Node) -> Norm:
     """Follow n = x / rms to the product with the weight and the casts on the way, if it has one."""
     user = only_user(n)
     scaled, rounded = n, None
-    if dtype_of(n) != compute_dtype(known_dtype(n)):
+    if not _is_wide(n):
         rounded = n  # F.rms_norm without weight, on a half dtype
     elif user is not None and cast_source(user) is n:
         if dtype_of(user) != dtype_of(x):
@@ -252,15 +250,11 @@ def _scaled(n: fx.Node, x: fx.Node) -> Norm:
     if factors is not None and factors[0] is not factors[1]:
         weight = factors[1] if factors[0] is scaled else factors[0]
     if user is None or not _is_weight(weight, x):
-        last = scaled
-        return Norm(x, None, 0.0, "llama", last, None if _same(last, x) else dtype_of(last))
+        is_same = dtype_of(scaled) == dtype_of(x)
+        return Norm(x, None, "llama", scaled, None if is_same else dtype_of(scaled))
     if rounded is not None:
-        return Norm(x, weight, 0.0, "llama", user)
+        return Norm(x, weight, "llama", user)
     return _scaled_before_cast(n, x, weight, user)
-
-
-def _same(a: fx.Node, b: fx.Node) -> bool:
-    return dtype_of(a) == dtype_of(b)
 
 
 def _scaled_before_cast(n: fx.Node, x: fx.Node, weight: fx.Node, product: fx.Node) -> Norm:
@@ -276,14 +270,12 @@ def _scaled_before_cast(n: fx.Node, x: fx.Node, weight: fx.Node, product: fx.Nod
         last = user
     same = dtype_of(x) == dtype_of(n)
     fits = same if cast == "llama" else same or last is not product
-    return Norm(x, weight, 0.0, cast, last, None if fits else dtype_of(n))
+    return Norm(x, weight, cast, last, None if fits else dtype_of(n))
 
 
 def _one_plus(weight: fx.Node) -> fx.Node | None:
-    """Return w when a node is 1 + w, formed in fp32."""
-    if dtype_of(weight) != compute_dtype(dtype_of(weight) or torch.float32):
-        return None  # 1 + w rounded to bf16 is a weight of its own
-    for one, w in _both_ways(add_of(weight)):
+    """Return w when a node is 1 + w, formed in fp32: rounded to bf16, it is a weight of its own."""
+    for one, w in both_orders(add_of(weight)) if _is_wide(weight) else ():
         if one in (1, 1.0) and is_number(one) and isinstance(w, fx.Node):
             return uncast(w)
     return None
@@ -295,9 +287,3 @@ def _is_weight(weight: Any, x: fx.Node) -> bool:
     if w is None or value is None or w.ndim != 1 or w.shape[0] != value.shape[-1]:
         return False
     return w.dtype.is_floating_point and w.device == value.device
-
-
-def _is_centred(x: fx.Node) -> bool:
-    """Whether a value is x - mean(x): what a layer norm divides by its standard deviation."""
-    difference = sub_of(x)
-    return difference is not None and unary_of(uncast(difference[1]), "mean") is not None

@@ -13,7 +13,18 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from xtrain import torch_compat
-from xtrain.passes import fx_utils
+from xtrain.passes.graph import (
+    body_operands,
+    called_bodies,
+    clone_graph,
+    first_two,
+    holds_contraction,
+    module_path,
+    op_name,
+    operand,
+    tensor_meta,
+    walk_graphs,
+)
 
 aten = torch.ops.aten
 
@@ -38,7 +49,7 @@ aten = torch.ops.aten
 )  # fmt: skip
 def test_op_name(op, target, name):
     node = fx.Graph().create_node(op, target, ())
-    assert fx_utils.op_name(node) == name
+    assert op_name(node) == name
 
 
 def test_operands_by_position_and_by_name():
@@ -47,35 +58,33 @@ def test_operands_by_position_and_by_name():
 
     graph = fx.symbolic_trace(add).graph
     x, y = (n for n in graph.nodes if n.op == "placeholder")
-    adds = [n for n in graph.nodes if fx_utils.op_name(n) == "add" and y in n.all_input_nodes]
+    adds = [n for n in graph.nodes if op_name(n) == "add" and y in n.all_input_nodes]
     assert len(adds) == 4
-    assert all(fx_utils.add_operands(n) == (x, y) for n in adds)
-    assert fx_utils.operand(adds[0], 2, "alpha", default=1) == 1
+    assert all(first_two(n) == (x, y) for n in adds)
+    assert operand(adds[0], 2, "alpha", default=1) == 1
 
 
 def test_walk_graphs_yields_every_body_once_outermost_first():
     module = captured_case("Checkpointed")[2].module
-    graphs = list(fx_utils.walk_graphs(module))
+    graphs = list(walk_graphs(module))
     assert graphs[0] is module and len(graphs) == 3
     assert len(set(map(id, graphs))) == 3
 
 
 def test_a_call_of_a_checkpointed_body_holds_its_contraction_and_its_operands():
     graph = captured_case("Checkpointed")[2].module.graph
-    calls = [n for n in graph.nodes if fx_utils.called_bodies(n)]
-    assert len(calls) == 2 and all(map(fx_utils.holds_contraction, calls))
+    calls = [n for n in graph.nodes if called_bodies(n)]
+    assert len(calls) == 2 and all(map(holds_contraction, calls))
     for call in calls:
-        operands = fx_utils.body_operands(call)
-        (body,) = fx_utils.called_bodies(call)
+        operands = body_operands(call)
+        (body,) = called_bodies(call)
         placeholders = [n for n in body.graph.nodes if n.op == "placeholder"]
         assert list(operands) == placeholders and len(placeholders) > 3
         for inner, outer in operands.items():
-            a, b = fx_utils.tensor_meta(inner), fx_utils.tensor_meta(outer)
+            a, b = tensor_meta(inner), tensor_meta(outer)
             assert a.shape == b.shape and a.dtype == b.dtype
-    norm = next(
-        n for n in calls[0].graph.nodes if fx_utils.op_name(n) == "linear" or n.op == "output"
-    )
-    assert fx_utils.body_operands(norm) == {}
+    norm = next(n for n in calls[0].graph.nodes if op_name(n) == "linear" or n.op == "output")
+    assert body_operands(norm) == {}
 
 
 def test_holds_contraction_of_modules_and_ops():
@@ -88,15 +97,15 @@ def test_holds_contraction_of_modules_and_ops():
             return self.norm(self.linear(x)).relu() @ x.mT
 
     nodes = list(fx.symbolic_trace(Holder()).graph.nodes)
-    held = [n.name for n in nodes if fx_utils.holds_contraction(n)]
+    held = [n.name for n in nodes if holds_contraction(n)]
     assert held == ["linear", "matmul"]
 
 
 def test_module_path_is_that_of_the_innermost_module():
     module = captured_case("UNet")[2].module
-    paths = {fx_utils.module_path(n) for n in module.graph.nodes if n.target is operator.add}
+    paths = {module_path(n) for n in module.graph.nodes if n.target is operator.add}
     assert {f"L['_xtrain_model'].blocks.{i}" for i in range(6)} <= paths
-    assert fx_utils.module_path(fx.Graph().placeholder("x")) == ""
+    assert module_path(fx.Graph().placeholder("x")) == ""
 
 
 def test_a_clone_leaves_dynamos_graph_alone():
@@ -104,25 +113,25 @@ def test_a_clone_leaves_dynamos_graph_alone():
     captured = captured_case("Checkpointed")[2]
     original = captured.module
     code = code_of(original)
-    nodes = [list(part.graph.nodes) for part in fx_utils.walk_graphs(original)]
+    nodes = [list(part.graph.nodes) for part in walk_graphs(original)]
     metas = [[dict(n.meta) for n in part] for part in nodes]
-    clone = fx_utils.clone_graph(original)
+    clone = clone_graph(original)
     insert_into(clone)
-    for part in fx_utils.walk_graphs(clone):
+    for part in walk_graphs(clone):
         for node in part.graph.nodes:
             node.meta["touched"] = True
     clone.meta["touched"] = True
     original.recompile()
     assert code_of(original) == code != code_of(clone)
-    assert [list(part.graph.nodes) for part in fx_utils.walk_graphs(original)] == nodes
+    assert [list(part.graph.nodes) for part in walk_graphs(original)] == nodes
     assert [[dict(n.meta) for n in part] for part in nodes] == metas
     assert "touched" not in original.meta
 
 
 def test_a_clone_carries_what_the_backend_looks_up():
     captured = captured_case("Checkpointed")[2]
-    clone = fx_utils.clone_graph(captured.module)
-    originals, copies = (list(fx_utils.walk_graphs(m)) for m in (captured.module, clone))
+    clone = clone_graph(captured.module)
+    originals, copies = (list(walk_graphs(m)) for m in (captured.module, clone))
     assert len(originals) == len(copies) == 3
     for original, copy in zip(originals, copies, strict=True):
         assert original is not copy and original.graph is not copy.graph
@@ -148,7 +157,7 @@ def test_a_clone_runs_alike_and_shares_attributes():
             return F.linear(x, self.weight) * self.scale
 
     module = fx.symbolic_trace(Holder())
-    clone = fx_utils.clone_graph(module)
+    clone = clone_graph(module)
     assert clone.weight is module.weight and clone.scale is module.scale
     assert torch.equal(clone(stream()), stream() * 2.0)
     assert isinstance(clone.graph.owning_module, fx.GraphModule)

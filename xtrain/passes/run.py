@@ -1,4 +1,4 @@
-"""Run the passes on one graph: time, lint, count, log, dump, and name the whole for the cache."""
+"""What a pass returns, and running passes on a graph: time, lint, count, log, dump, cache key."""
 
 from __future__ import annotations
 
@@ -8,16 +8,54 @@ import inspect
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from torch import fx
 
-from xtrain.passes import fx_utils
-from xtrain.passes.result import PassResult
+from xtrain.passes.graph import walk_graphs
 
 log = logging.getLogger("xtrain.passes")
+
+
+@dataclass
+class PassResult:
+    """Counts of one pass on one graph; the runner adds the name, the time and the node counts.
+
+    skipped: reason -> how many matches were left as they are for it.
+    forms:   what swapped ops run as ("kernel", "decomposition: <why>") -> how many.
+    """
+
+    num_matched: int = 0
+    num_replaced: int = 0
+    skipped: dict[str, int] = field(default_factory=dict)
+    forms: dict[str, int] = field(default_factory=dict)
+    name: str = ""
+    time_ms: float = 0.0
+    num_nodes_before: int = 0
+    num_nodes_after: int = 0
+
+    def add(self, other: PassResult) -> None:
+        """Count what the pass did on one more graph."""
+        for counts, more in ((self.skipped, other.skipped), (self.forms, other.forms)):
+            for what, count in more.items():
+                counts[what] = counts.get(what, 0) + count
+        self.num_matched += other.num_matched
+        self.num_replaced += other.num_replaced
+        self.time_ms += other.time_ms
+        self.num_nodes_before += other.num_nodes_before
+        self.num_nodes_after += other.num_nodes_after
+
+    def replaced(self, form: str, count: int = 1) -> None:
+        """Count matches that were replaced by an op in this form."""
+        self.num_replaced += count
+        self.forms[form] = self.forms.get(form, 0) + count
+
+    def skip(self, reason: str) -> None:
+        """Count one match that was left as it is, with the reason."""
+        self.skipped[reason] = self.skipped.get(reason, 0) + 1
+
 
 PassFn = Callable[[fx.Graph], PassResult | None]
 
@@ -117,7 +155,7 @@ def _sources() -> bytes:
 def _run_one(module: fx.GraphModule, entry: Pass) -> PassResult:
     try:
         result = entry.run(module.graph)
-        for part in fx_utils.walk_graphs(module):
+        for part in walk_graphs(module):
             part.graph.lint()
             part.recompile()
     except Exception as error:
@@ -163,7 +201,7 @@ def _log(position: int, total: int, result: PassResult) -> None:
 
 
 def _count_nodes(module: fx.GraphModule) -> int:
-    return sum(len(part.graph.nodes) for part in fx_utils.walk_graphs(module))
+    return sum(len(part.graph.nodes) for part in walk_graphs(module))
 
 
 def _readable(module: fx.GraphModule) -> str:
