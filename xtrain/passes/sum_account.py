@@ -31,7 +31,7 @@ import torch
 from torch import fx
 
 from xtrain.passes import fx_utils
-from xtrain.passes.program import Program
+from xtrain.passes.program import KERNEL, Program
 from xtrain.passes.stacks import stack_summed_by
 from xtrain.passes.sum_readers import (
     is_error_of_a_loss,
@@ -197,6 +197,8 @@ class SumAccount:
         """
         if not self.ways.is_opaque(node):
             return False
+        if node in self.ways.made_unseen:
+            return True
         inputs = [n for n in node.all_input_nodes if n in self.ways.live and ndim_of(n) >= 2]
         value = node.meta.get("example_value", node.meta.get("val"))
         made = value if isinstance(value, tuple | list) else (value,)
@@ -205,6 +207,8 @@ class SumAccount:
 
     def _judge_opaque(self, node: fx.Node) -> SumEntry | None:
         """What an opaque op on the spine is: with parameters it may be a whole residual step."""
+        if node in self.ways.made_unseen:
+            return SumEntry(node, "unexplained", OPAQUE, self.ways.made_unseen[node])
         inputs = [n for n in node.all_input_nodes if n in self.ways.live]
         is_shared = any(
             self._common(node, inputs=[a, *(n for n in inputs if n is not a)]) is not None
@@ -213,10 +217,11 @@ class SumAccount:
         )
         if not is_shared and not any(n in self.ways.parameters for n in node.all_input_nodes):
             return None
-        name = fx_utils.op_name(node) or str(node.target)
+        name = node.meta.get(KERNEL) or fx_utils.op_name(node) or str(node.target)
         if self.settled(node) == "leave":
             return SumEntry(node, "left", SETTLED, settled=True)
-        why = self.program.unseen.get(node, "")
+        unseen = "a Triton kernel" if KERNEL in node.meta else ""
+        why = self.program.unseen.get(node, unseen)
         seen = f"the body of {name} is not seen{f' ({why})' * bool(why)}"
         return SumEntry(node, "unexplained", OPAQUE, seen)
 
