@@ -41,7 +41,7 @@ def recording(
     session.is_recording_wanted = False
     session.recorder = recorder = Recorder(inputs)
     try:
-        with recorder:
+        with recorder, torch_compat.noting_launches(recorder.note_launch):
             yield recorder
     finally:
         session.recorder = None

@@ -59,8 +59,9 @@ SHOWN |= _names(
     "unbind expand expand_as broadcast_to select detach diagonal as_strided real view_as_real "
     "view_as_complex getattr unfold"
 )
-# Fresh memory, which holds nothing yet.
-BUFFERS = _names("zeros zeros_like new_zeros empty empty_like new_empty")
+# Fresh memory: what holds nothing yet, and what holds zeros.
+UNFILLED = _names("empty empty_like empty_strided new_empty new_empty_strided")
+BUFFERS = UNFILLED | {"zeros", "zeros_like", "new_zeros"}
 # Ops that ask their second operand for its form alone.
 FORM_OF_SECOND = _names("type_as view_as reshape_as expand_as")
 ATTENTION_CALLS = _names(
@@ -404,7 +405,7 @@ def _place_of_inplace(target: Any) -> int | None:
 
 def base_of(node: fx.Node) -> fx.Node | None:
     """Return the tensor whose memory a node shows another view of."""
-    is_view = op_name(node) in VIEW_LIKE | PART | {"select"}
+    is_view = op_name(node) in VIEW_LIKE | PART | {"select", "detach"}
     source = node.args[0] if is_view and node.args else None
     return source if isinstance(source, fx.Node) else None
 

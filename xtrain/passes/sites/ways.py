@@ -32,7 +32,13 @@ from xtrain.passes.graph import (
     tensor_meta,
 )
 from xtrain.passes.sites.carried import form_or_norm_of, mixed_streams, part_of
-from xtrain.passes.sites.program import Program, is_item, written_into
+from xtrain.passes.sites.program import (
+    KERNEL,
+    Program,
+    is_item,
+    is_read_unfilled,
+    written_into,
+)
 from xtrain.passes.sites.spell_out_sums import summand_of
 from xtrain.passes.sites.sums import held_operands, stack_summed_by
 
@@ -73,6 +79,7 @@ class Ways:
         self.order = {node: i for i, node in enumerate(self.nodes)}
         self.parameters: set[fx.Node] = set()
         self.live: set[fx.Node] = set()
+        self.made_unseen: dict[fx.Node, str] = {}  # value that no op has made -> what is known
         self.picked: set[fx.Node] = set()  # rows of parameters, by indices: experts, embeddings
         self._classify()
         self._sources = {node: list(self._edges(node)) for node in self.nodes}
@@ -85,20 +92,34 @@ class Ways:
             role = node.meta.get("role")
             if node.op == "output":
                 continue
-            if node.op in ("placeholder", "get_attr"):
+            if origin := self._unseen_origin(node):
+                self.live.add(node)
+                self.made_unseen[node] = origin
+            elif node.op in ("placeholder", "get_attr"):
                 if role == "parameter" or (role is None and is_parameter(node)):
                     self.parameters.add(node)
                 elif role == "input" or (role is None and _is_activation(node)):
                     self.live.add(node)
-                continue
-            inputs = node.all_input_nodes
-            if inputs and all(n in self.parameters for n in inputs):
-                self.parameters.add(node)
-            elif may_hold_floats(node) and any(map(self._is_known, inputs)):
-                self.live.add(node)
-                floats = list(filter(may_hold_floats, inputs))
-                if floats and all(n in self.parameters or n in self.picked for n in floats):
-                    self.picked.add(node)
+            else:
+                self._classify_result(node)
+
+    def _classify_result(self, node: fx.Node) -> None:
+        inputs = node.all_input_nodes
+        if inputs and all(n in self.parameters for n in inputs):
+            self.parameters.add(node)
+        elif may_hold_floats(node) and any(map(self._is_known, inputs)):
+            self.live.add(node)
+            floats = list(filter(may_hold_floats, inputs))
+            if floats and all(n in self.parameters or n in self.picked for n in floats):
+                self.picked.add(node)
+
+    def _unseen_origin(self, node: fx.Node) -> str:
+        """What is known of a value that code past torch's ops has made; "" of any other."""
+        if "place" not in node.meta or ndim_of(node) < 2 or not may_hold_floats(node):
+            return ""
+        if node in self.program.returned and not any(map(self._is_known, node.all_input_nodes)):
+            return f"what {self.program.returned[node]} returned was made past torch's ops"
+        return "its memory was filled past torch's ops" if is_read_unfilled(node) else ""
 
     def _is_known(self, node: fx.Node) -> bool:
         return node in self.live or node in self.parameters
@@ -137,7 +158,7 @@ class Ways:
 
         A module that is called as one, and a body that runs many times, hold their own parameters.
         """
-        if node.op == "call_module":
+        if node.op == "call_module" or KERNEL in node.meta or node in self.made_unseen:
             return True
         if isinstance(node.target, torch_compat.HigherOrderOperator):
             if op_name(node) in CONTRACTION:  # flex_attention
