@@ -111,6 +111,20 @@ MEETS_THE_FIRST_AGAIN = {
     "behind a gate": Form((ATTENTION, Step(around="gate")), joins_first=True),
     "behind a film": Form((ATTENTION, Step(around="film")), joins_first=True),
     "behind a projected skip": Form((Step(skip="convolved"), Step()), joins_first=True),
+    "behind projected skips alone": Form((Step(skip="convolved"),), "bias", joins_first=True),
+    "behind an average": Form((Step(sum="stack.mean", around="gate"),), "bias", joins_first=True),
+    "turned, with the first in each block": Form((Step(), Step(skip="turned")), "embedding again"),
+    "a condition, behind a running sum": Form(
+        (Step(skip="convolved", sum="stack.cumsum"), Step(sum="stack.cumsum")),
+        beginning="condition",
+        joins_first=True,
+    ),
+    "a condition, with what the last block handed on": Form(
+        (Step(skip="roll", branch="einsum"), Step()), beginning="condition", handed_on=True
+    ),
+    "sorted, and summed with the branch along a stack": Form(
+        (ATTENTION, Step(skip="sorted", sum="stack.cumsum"))
+    ),
     "a gate in each block": Form((Step(around="gate"),), beginning="embedding again"),
     "its own gate in each block": Form(
         (Step(around="gate of itself"),), beginning="embedding again"

@@ -60,15 +60,16 @@ def find_sites(
     if general == "none":
         return result
     account = SumAccount(program, lambda node: settled(program.origin.get(node, node)))
-    for add, branch in list(account.mistaken()):
-        program.branches[add].remove(branch)
-        if not program.branches[add]:
-            del program.branches[add]
-        origin = program.origin[add]
-        there = {here: there for there, here in operands(origin, add)}[branch]
-        found[origin.graph] = [
-            s for s in found[origin.graph] if origin not in s.takers or s.branch is not there
-        ]
+    while mistaken := list(account.mistaken()):  # without one, another may show
+        for add, branch in mistaken:
+            program.branches[add].remove(branch)
+            if not program.branches[add]:
+                del program.branches[add]
+            origin = program.origin[add]
+            there = {here: there for there, here in operands(origin, add)}[branch]
+            found[origin.graph] = [
+                s for s in found[origin.graph] if origin not in s.takers or s.branch is not there
+            ]
     account.run()
     for site in account.general:
         for described in _described(account, site):

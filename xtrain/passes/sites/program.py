@@ -57,7 +57,7 @@ class Program:
 
     graph:    only read, never run; bodies of transparent calls are inlined.
     origin:   node of the flat graph -> the node of the graph, or body, that it stands for.
-    branches: add -> its operands that a dropout covers; residuals: its operand that none covers.
+    branches: add -> its operands that a dropout covers; residuals: what carries the stream there.
     handed_on: results that a dropout covers where they are returned, for others to add.
     inside:   node that was recorded in the body of a library's op -> the call of that op.
     unseen:   call of a library's op whose body cannot be seen -> why not.
@@ -225,8 +225,7 @@ class Program:
         for site in sites:
             for taker in site.takers:
                 self.branches.setdefault(taker, set()).add(site.branch)
-            if site.residual in site.add.all_input_nodes:
-                self.residuals[site.add] = site.residual
+                self.residuals[taker] = site.residual
 
     def graph_of(self, node: fx.Node) -> fx.Graph:
         """Return the graph, or body, that a node stands in."""

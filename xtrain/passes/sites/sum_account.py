@@ -292,8 +292,8 @@ class SumAccount:
         hides |= bool(self.ways.product_addends(add))
         if add in self.program.inside:  # which no pass can reach
             return SumEntry(add, "unexplained", IN_AN_OP, seen)
-        if any(self._is_stream(a, root, even_computed=True) for a in branches):
-            return SumEntry(add, "unexplained", seen=f"{seen}, and one carries the sum of a site")
+        if any(self._is_network(a, root, [root]) for a in branches):
+            return SumEntry(add, "unexplained", seen=f"{seen}, through sums of other sites")
         if not skips or not all(map(_can_be_dropped, branches)) or hides:
             return SumEntry(add, "unexplained", seen=seen)
         self._add_general(General(add, branches, skips[0], root))
@@ -361,36 +361,44 @@ class SumAccount:
 
         x + x0 where x is gate * (x0 + f(x0)): the plain search does not see the sum under the gate,
         and takes all of x for a branch of x0; or it sees the sum, and takes gate(x) for parameters;
-        or a skip on the way from x0 to x is projected.
+        or a skip on the way from x0 to x is projected; or x is what several layers made in turn.
         """
-        known = {add for add, found in self.branches.items() if found}
-        unseen = [n for n in self.ways.nodes if n not in known and len(self.ways.addends(n)) > 1]
-        unseen = [n for n in unseen if stack_summed_by(n) not in known and self._is_open(n)]
         for add, residual in self.program.residuals.items():
-            root = peel(residual)
+            carried = self.ways.carried(residual)
             for branch in self.branches.get(add, ()):
-                is_stream = self._is_stream(branch, root, even_computed=True)
-                if is_stream or self._carries_one(branch, root, unseen):
+                if self._is_network(branch, peel(residual), carried):
                     yield add, branch
 
-    def _is_open(self, add: fx.Node) -> bool:
-        """Whether a sum is one of a skip and a branch, as far as it shows."""
-        shared = self._common(add)
-        if shared is None:
-            return False
-        labels = [label for label in shared[2] if label is not None]
-        return any(label.is_skip for label in labels) and not all(label.is_skip for label in labels)
+    def _is_network(self, branch: fx.Node, root: fx.Node, carried: Iterable[fx.Node]) -> bool:
+        """Whether an addend is more than one branch: a stream that sums of its own have made.
 
-    def _carries_one(self, branch: fx.Node, root: fx.Node, sums: list[fx.Node]) -> bool:
-        """Whether one of these sums, of the site's own stream and behind it, is in a branch."""
-        labels = self.ways.labels(branch, set())
-        for inner in sums:
-            if inner not in labels or self.ways.order[inner] <= self.ways.order[root]:
+        Args:     carried: root, and what it is a form of.
+        """
+        return self._is_stream(branch, root, even_computed=True) or any(
+            self._hides_a_sum(branch, value) for value in carried
+        )
+
+    def _hides_a_sum(self, branch: fx.Node, root: fx.Node) -> bool:
+        """Whether a sum that is no site makes a stream of its own inside of a branch.
+
+        It adds to a skip and is carried by the branch; or what it adds is all computed, as experts
+        are, but by layers that follow one another.
+        """
+        has_one = False
+        for inner in self.ways.between(root, branch)[0]:
+            stack = stack_summed_by(inner)
+            is_known = self.branches.get(inner) or (stack and self.branches.get(stack))
+            if is_known or len(self.ways.addends(inner)) < 2:
                 continue
-            own = self.ways.labels(inner, set()).get(root)
-            if not labels[inner].is_computed and own is not None and not own.is_computed:
+            shared = self._common(inner)
+            if shared is None:
+                continue
+            has_one = True
+            known = [label for label in shared[2] if label is not None]
+            is_open = any(n.is_skip for n in known) and not all(n.is_skip for n in known)
+            if is_open and not self.ways.labels(branch, set())[inner].is_computed:
                 return True
-        return False
+        return has_one and self.ways.runs_through_layers(root, branch)
 
     def goes_on(self, add: fx.Node) -> bool:
         """Whether a sum reaches a result as a stream does: by no way through parameters alone."""

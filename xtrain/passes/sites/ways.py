@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ from xtrain.passes.graph import (
     is_table,
     is_xtrain_op,
     may_hold_floats,
+    module_path,
     ndim_of,
     op_name,
     operand,
@@ -45,6 +47,7 @@ from xtrain.passes.sites.sums import held_operands, stack_summed_by
 # Where the value of a node comes from: how near it stays to the source of an edge.
 CARRIES, ALONE, COMPUTED = 0, 1, 2
 _STACKS = frozenset({"stack", "cat", "concat", "concatenate"})
+_LAYER = re.compile(r"(?P<list>.*?)\b(?P<number>\d+)\b")  # the outermost number in a path
 _CHUNKS = frozenset({"chunk", "split", "split_with_sizes", "tensor_split", "unbind"})
 
 
@@ -276,6 +279,19 @@ class Ways:
             seen.update(new)
         return seen
 
+    def runs_through_layers(self, root: fx.Node, value: fx.Node) -> bool:
+        """Whether one numbered module after another lies on the ways from root to a value."""
+        passed: dict[fx.Node, set[tuple[str, str]]] = {}
+        for node in reversed(self.between(root, value)[0]):
+            layers = set().union(*(passed.get(n, ()) for n in node.all_input_nodes))
+            if found := _LAYER.match(module_path(node)):
+                own = found["list"], found["number"]
+                if any(layer[0] == own[0] and layer != own for layer in layers):
+                    return True
+                layers.add(own)
+            passed[node] = layers
+        return False
+
     def between(self, root: fx.Node, branch: fx.Node) -> tuple[list[fx.Node], set[fx.Node]]:
         """The nodes on the ways from root to branch, nearest the branch first; root's readers."""
         reached = {root}
@@ -319,9 +335,9 @@ def _same_count(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _unsqueezed(node: fx.Node) -> fx.Node:
     """The value that was given one more dim to be concatenated."""
-    if op_name(node) in ("unsqueeze", "view", "reshape", "getitem") and node.args:
-        source = node.all_input_nodes[0] if node.all_input_nodes else node
-        return source
+    if op_name(node) in ("unsqueeze", "view", "reshape", "getitem") and node.all_input_nodes:
+        source = node.all_input_nodes[0]
+        return source if tensor_meta(source) is not None else node  # one of several results
     return node
 
 
