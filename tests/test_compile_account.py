@@ -144,6 +144,13 @@ def test_a_stream_that_meets_the_first_one_again_is_no_branch(name, compile_it):
 
 
 @both
+def test_a_blend_beside_an_earlier_value_runs(compile_it):
+    """The earlier value's sum, on the skip of the blend, is no sum inside of its branch."""
+    steps = (ATTENTION, Step(skip="scaled by a number", sum="blend"))
+    hold(model_class(Form(steps, "embedding again")), compile_it, inputs=inputs_of_a_form())
+
+
+@both
 def test_blocks_may_differ_in_their_sites(compile_it):
     form = Form((ATTENTION, Step()), in_last_only=True)
     hold(model_class(form), compile_it, inputs=inputs_of_a_form())

@@ -292,7 +292,7 @@ class SumAccount:
         hides |= bool(self.ways.product_addends(add))
         if add in self.program.inside:  # which no pass can reach
             return SumEntry(add, "unexplained", IN_AN_OP, seen)
-        if any(self._is_network(a, root, [root]) for a in branches):
+        if any(self._is_network(add, a, root) for a in branches):
             return SumEntry(add, "unexplained", seen=f"{seen}, through sums of other sites")
         if not skips or not all(map(_can_be_dropped, branches)) or hides:
             return SumEntry(add, "unexplained", seen=seen)
@@ -364,28 +364,27 @@ class SumAccount:
         or a skip on the way from x0 to x is projected; or x is what several layers made in turn.
         """
         for add, residual in self.program.residuals.items():
-            carried = self.ways.carried(residual)
             for branch in self.branches.get(add, ()):
-                if self._is_network(branch, peel(residual), carried):
+                if self._is_network(add, branch, peel(residual)):
                     yield add, branch
 
-    def _is_network(self, branch: fx.Node, root: fx.Node, carried: Iterable[fx.Node]) -> bool:
-        """Whether an addend is more than one branch: a stream that sums of its own have made.
-
-        Args:     carried: root, and what it is a form of.
-        """
+    def _is_network(self, add: fx.Node, branch: fx.Node, root: fx.Node) -> bool:
+        """Whether an addend is more than one branch: a stream that sums of its own have made."""
         return self._is_stream(branch, root, even_computed=True) or any(
-            self._hides_a_sum(branch, value) for value in carried
+            self._hides_a_sum(add, branch, root, value) for value in self.ways.carried(root)
         )
 
-    def _hides_a_sum(self, branch: fx.Node, root: fx.Node) -> bool:
-        """Whether a sum that is no site makes a stream of its own inside of a branch.
+    def _hides_a_sum(self, add: fx.Node, branch: fx.Node, root: fx.Node, value: fx.Node) -> bool:
+        """Whether a sum that is no site carries a stream on inside of a branch, behind its root.
 
-        It adds to a skip and is carried by the branch; or what it adds is all computed, as experts
-        are, but by layers that follow one another.
+        It adds to a form of the value, which root is a form of, and is carried by the branch; or
+        what it adds is all computed, as experts are, or a convolution and what that reads, but by
+        layers that follow one another.
         """
-        has_one = False
-        for inner in self.ways.between(root, branch)[0]:
+        before = self.ways.ancestors(root)
+        members = [n for n in self.ways.between(value, branch)[0] if n not in before]
+        is_all_computed = False
+        for inner in members:
             stack = stack_summed_by(inner)
             is_known = self.branches.get(inner) or (stack and self.branches.get(stack))
             if is_known or len(self.ways.addends(inner)) < 2:
@@ -393,12 +392,15 @@ class SumAccount:
             shared = self._common(inner)
             if shared is None:
                 continue
-            has_one = True
             known = [label for label in shared[2] if label is not None]
-            is_open = any(n.is_skip for n in known) and not all(n.is_skip for n in known)
-            if is_open and not self.ways.labels(branch, set())[inner].is_computed:
-                return True
-        return has_one and self.ways.runs_through_layers(root, branch)
+            if not any(label.is_skip for label in known):
+                is_all_computed = True
+            elif not all(label.is_skip for label in known):
+                own = self.ways.labels(inner, set()).get(value)
+                here = self.ways.labels(branch, set()).get(inner)
+                if own and here and not own.is_computed and not here.is_computed:
+                    return True
+        return is_all_computed and self.ways.runs_through_layers([*reversed(members), add])
 
     def goes_on(self, add: fx.Node) -> bool:
         """Whether a sum reaches a result as a stream does: by no way through parameters alone."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -279,10 +279,10 @@ class Ways:
             seen.update(new)
         return seen
 
-    def runs_through_layers(self, root: fx.Node, value: fx.Node) -> bool:
-        """Whether one numbered module after another lies on the ways from root to a value."""
+    def runs_through_layers(self, nodes: Iterable[fx.Node]) -> bool:
+        """Whether of nodes in running order some of one numbered module read those of another."""
         passed: dict[fx.Node, set[tuple[str, str]]] = {}
-        for node in reversed(self.between(root, value)[0]):
+        for node in nodes:
             layers = set().union(*(passed.get(n, ()) for n in node.all_input_nodes))
             if found := _LAYER.match(module_path(node)):
                 own = found["list"], found["number"]
