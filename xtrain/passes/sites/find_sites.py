@@ -47,10 +47,10 @@ def find_sites(
     """
     program = Program.of(module)
     found: dict[fx.Graph, list[ResidualSite]] = {}
-    for site in find_residual_sites(program, settled):
-        known = found.setdefault(site.add.graph, [])
-        if all((s.add, s.branch) != (site.add, site.branch) for s in known):
-            known.append(site)  # of a body that is called twice, once
+    for plain in find_residual_sites(program, settled):
+        known = found.setdefault(plain.add.graph, [])
+        if all((s.add, s.branch) != (plain.add, plain.branch) for s in known):
+            known.append(plain)  # of a body that is called twice, once
     inlined = {node.graph for node in program.origin.values()}
     for part in walk_graphs(module):
         if part.graph not in inlined:  # a body of control flow, which takes no seeds

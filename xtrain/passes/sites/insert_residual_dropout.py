@@ -347,7 +347,7 @@ def _hazard(site: ResidualSite, owns: list[fx.Node]) -> str:
         )
     if site.own is not None:
         after_own = _from_own(site.own, site.branch)[1:]
-        if any(map(written_operands, after_own)):
+        if site.branch in written_operands(site.own) or any(map(written_operands, after_own)):
             return "the model's own dropout cannot be replaced: it is changed in place"
     return ""
 

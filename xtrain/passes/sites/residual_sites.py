@@ -174,8 +174,8 @@ class _Finder:
                 first, *others = (site for site, _ in members)
                 takers = sorted({t for _, t in members}, key=self.order.__getitem__)
                 joined |= dict.fromkeys(others)
-                joined[first] = replace(first, branch=value, takers=tuple(takers))
-                self.holders[joined[first]] = self.holders[first]
+                joined[first] = whole = replace(first, branch=value, takers=tuple(takers))
+                self.holders[whole] = self.holders[first]
         return [kept for s in sites if (kept := joined.get(s, s)) is not None]
 
     def _find_blends(self) -> None:
