@@ -65,7 +65,7 @@ def find_sites(
         if not program.branches[add]:
             del program.branches[add]
         origin = program.origin[add]
-        there = {here: there for there, here in operands(origin, add)}[branch]
+        there = program.operand_of(add, branch)
         found[origin.graph] = [
             s for s in found[origin.graph] if origin not in s.takers or s.branch is not there
         ]

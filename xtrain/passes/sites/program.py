@@ -29,7 +29,9 @@ from xtrain.passes.graph import (
     called_bodies,
     is_library_op,
     leaves,
+    nodes_in,
     op_name,
+    placeholders,
     short_place,
     tensor_meta,
     value_of,
@@ -240,9 +242,9 @@ def _of_autograd_function(call: fx.Node) -> dict[fx.Node, Any]:
     bodies = called_bodies(call)
     if op_name(call) != "autograd_function_apply" or not bodies:
         return {}
-    placeholders = [n for n in bodies[0].graph.nodes if n.op == "placeholder"]
+    inputs = placeholders(bodies[0].graph)
     given = [a for a in call.args if not _is_attribute(a)]
-    return dict(zip(placeholders[len(placeholders) - len(given) :], given, strict=False))
+    return dict(zip(inputs[len(inputs) - len(given) :], given, strict=False))
 
 
 def _is_attribute(value: object) -> bool:
@@ -251,11 +253,7 @@ def _is_attribute(value: object) -> bool:
 
 def operands(origin: fx.Node, copied: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Yield each operand of a node with what stands for it in a flat graph."""
-    sides: list[list[fx.Node]] = []
-    for node in (origin, copied):
-        leaves: list[fx.Node] = []
-        fx.node.map_arg((node.args, node.kwargs), leaves.append)
-        sides.append(leaves)
+    sides = (nodes_in((node.args, node.kwargs)) for node in (origin, copied))
     yield from zip(*sides, strict=False)
 
 
