@@ -16,7 +16,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -37,9 +37,6 @@ from xtrain.passes.graph import (
     value_of,
     written_operands,
 )
-
-if TYPE_CHECKING:
-    from xtrain.passes.sites.residual_sites import ResidualSite
 
 _OWN_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
 
@@ -209,14 +206,6 @@ class Program:
         torch_compat.copy_source(node, copied)
         self.origin[copied] = node
         return copied
-
-    def cover(self, sites: Iterable[ResidualSite]) -> None:
-        """Note the branches of sites, which are told in nodes of the flat graph."""
-        for site in sites:
-            for taker in site.takers:
-                self.branches.setdefault(taker, set()).add(site.branch)
-            if site.residual in site.add.all_input_nodes:
-                self.residuals[site.add] = site.residual
 
     def graph_of(self, node: fx.Node) -> fx.Graph:
         """Return the graph, or body, that a node stands in."""

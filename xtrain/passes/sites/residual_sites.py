@@ -125,7 +125,11 @@ def find_residual_sites(
     """
     finder = _Finder(program)
     found = [s for s in finder.run() if settled(program.origin[s.add]) != "leave"]
-    program.cover(found)
+    for site in found:
+        for taker in site.takers:
+            program.branches.setdefault(taker, set()).add(site.branch)
+        if site.residual in site.add.all_input_nodes:
+            program.residuals[site.add] = site.residual
     return [finder.in_its_graph(site) for site in found]
 
 
