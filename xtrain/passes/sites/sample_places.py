@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -173,11 +174,7 @@ class Walk:
 
     def go_on(self, graph: fx.Graph) -> None:
         """Follow the sources through what has been appended to a graph; inputs have none."""
-        new: list[fx.Node] = []
-        for node in reversed(graph.nodes):
-            if node is self._last:
-                break
-            new.insert(0, node)
+        new = list(takewhile(lambda node: node is not self._last, reversed(graph.nodes)))[::-1]
         for node in new:
             if node.op != "placeholder":
                 self.step(node)
