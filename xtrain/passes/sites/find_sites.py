@@ -25,7 +25,7 @@ from xtrain.passes.sites.ways import same_rows, shape_of
 class Found:
     """The sites of a graph and of the bodies that it calls, found once, and its account of sums.
 
-    sites:   by graph, in running order; unsited: the same of bodies that take no seeds.
+    sites:   by graph, in running order; those of bodies that take no seeds among them.
     account: None where only the whole forward can tell (a piece of it, compiler/recorder.py).
     """
 
