@@ -184,7 +184,8 @@ FORMULAS = {
     """,
 }
 for _swap in _SWAPS:  # and those that the swaps' own tests bring
-    FORMULAS |= getattr(import_module(f"test_{_swap.__name__}"), "FORMULAS", {})
+    _tests = import_module(f"test_{_swap.__module__.rpartition('.')[2]}")
+    FORMULAS |= getattr(_tests, "FORMULAS", {})
 
 # --- programs -------------------------------------------------------------------------------------
 

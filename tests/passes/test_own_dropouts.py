@@ -124,6 +124,19 @@ def test_an_op_is_replaced_whole(name):
     assert torch.equal(found, masked_eagerly(model, (stream(),), [(3, 0)]))
 
 
+def test_an_op_in_place_whose_operand_is_read_behind_it_is_left():
+    def dropped(h):
+        F.dropout(h, OWN_P, inplace=True)
+        return h
+
+    captured = capture(Own(dropped), stream())
+    for existing, covered_by in (("skip", "model"), ("replace", "")):
+        module, result = insert(captured, existing)
+        (slot,) = result.slots
+        assert slot.covered_by == covered_by and code_of(module) == code_of(captured.module)
+    assert "changed in place" in slot.reason
+
+
 @pytest.mark.parametrize("name", BY_HAND)
 def test_a_mask_by_hand_is_not_replaced_and_the_reason_says_what_to_do(name):
     captured = capture(Own(BY_HAND[name]), stream())

@@ -21,6 +21,9 @@ normalised graph, normalise runs for it alone. Those of the backward run whereve
 
 A pass is a function on one fx.Graph that changes it in place and returns a PassResult; it may look
 into `walk_graphs(graph.owning_module)` for the bodies of checkpointed blocks.
+
+graph.py is the one reading of a graph that all share; run.py runs passes and names them for the
+cache; sites/ finds where dropout belongs and puts it there, swaps/ changes subgraphs for ops.
 """
 
 from __future__ import annotations

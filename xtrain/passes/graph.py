@@ -461,7 +461,7 @@ def operands_of_bodies(module: fx.GraphModule) -> dict[fx.Node, Any]:
     A body that is called from several places has none: its operands are not one value.
     """
     found: dict[fx.Node, Any] = {}
-    several = set()
+    several: set[fx.Node] = set()
     for part in dict.fromkeys(walk_graphs(module)):
         for node in part.graph.nodes:
             given = body_operands(node)
@@ -536,11 +536,6 @@ def emit(
         reason = str(error).strip().partition("\n")[0]
         raise Refused(f"{target} does not take it: {reason}") from error
     return node
-
-
-def emit_getitem(graph: fx.Graph, node: fx.Node, index: Any, like: fx.Node) -> fx.Node:
-    """Return one result of a node that has several, or a part of a tensor."""
-    return emit(graph, operator.getitem, (node, index), like)
 
 
 def erase_unread(nodes: Iterable[fx.Node]) -> None:

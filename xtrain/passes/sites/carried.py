@@ -17,7 +17,6 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from xtrain.passes.graph import (
     ADD,
-    BUFFERS,
     CUT,
     DIV,
     DROPOUT,
@@ -40,7 +39,6 @@ from xtrain.passes.graph import (
     reach,
     same_shape,
     tensor_meta,
-    written_operands,
 )
 
 _NORMS = frozenset({"layer_norm", "rms_norm", "native_layer_norm", "_fused_rms_norm"})
@@ -240,18 +238,6 @@ def _stands_side_by_side(node: fx.Node) -> bool:
         return False
     inner = form_or_norm_of(value)
     return tensor_meta(inner) is None or ndim_of(inner) == ndim_of(value)
-
-
-# --- what values are made of ----------------------------------------------------------------------
-
-
-def filled_buffer(node: fx.Node) -> fx.Node | None:
-    """The fresh buffer that a node writes into, None for any other node.
-
-    out = zeros_like(x); out[mask] = f(x[mask]); out.index_add_(0, i, f(x[i])): no edge of the graph
-    leads from the write to who reads `out` behind it.
-    """
-    return next((n for n in written_operands(node) if op_name(n) in BUFFERS), None)
 
 
 def parameters_read_by(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:

@@ -25,7 +25,7 @@ from xtrain.passes.sites.ways import same_rows, shape_of
 class Found:
     """The sites of a graph and of the bodies that it calls, found once, and its account of sums.
 
-    sites:   by graph, in running order; unsited: the same of bodies that take no seeds.
+    sites:   by graph, in running order; those of bodies that take no seeds among them.
     account: None where only the whole forward can tell (a piece of it, compiler/recorder.py).
     """
 
@@ -47,10 +47,10 @@ def find_sites(
     """
     program = Program.of(module)
     found: dict[fx.Graph, list[ResidualSite]] = {}
-    for site in find_residual_sites(program, settled):
-        known = found.setdefault(site.add.graph, [])
-        if all((s.add, s.branch) != (site.add, site.branch) for s in known):
-            known.append(site)  # of a body that is called twice, once
+    for plain in find_residual_sites(program, settled):
+        known = found.setdefault(plain.add.graph, [])
+        if all((s.add, s.branch) != (plain.add, plain.branch) for s in known):
+            known.append(plain)  # of a body that is called twice, once
     inlined = {node.graph for node in program.origin.values()}
     for part in walk_graphs(module):
         if part.graph not in inlined:  # a body of control flow, which takes no seeds
@@ -66,7 +66,7 @@ def find_sites(
             if not program.branches[add]:
                 del program.branches[add]
             origin = program.origin[add]
-            there = {here: there for there, here in operands(origin, add)}[branch]
+            there = program.operand_of(add, branch)
             found[origin.graph] = [
                 s for s in found[origin.graph] if origin not in s.takers or s.branch is not there
             ]

@@ -33,6 +33,7 @@ from xtrain.passes.graph import (
     module_path,
     op_name,
     operand,
+    reach,
     tensor_meta,
     walk_graphs,
     written_operands,
@@ -347,7 +348,7 @@ def _hazard(site: ResidualSite, owns: list[fx.Node]) -> str:
         )
     if site.own is not None:
         after_own = _from_own(site.own, site.branch)[1:]
-        if any(map(written_operands, after_own)):
+        if site.branch in written_operands(site.own) or any(map(written_operands, after_own)):
             return "the model's own dropout cannot be replaced: it is changed in place"
     return ""
 
@@ -381,10 +382,7 @@ def _is_seen_through_a_view(site: ResidualSite) -> bool:
 
 def _from_own(own: fx.Node, branch: fx.Node) -> list[fx.Node]:
     """The model's own dropout and what computes the branch from it, in running order."""
-    needed, pending = {branch}, [branch]
-    for node in pending:
-        pending += (new := [n for n in node.all_input_nodes if n not in needed])
-        needed.update(new)
+    needed = set(reach([branch]))
     found = {own: None}
     for node in own.graph.nodes:
         if node in needed and any(n in found for n in node.all_input_nodes):

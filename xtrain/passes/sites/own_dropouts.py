@@ -21,7 +21,6 @@ from xtrain.passes.graph import (
     STACK,
     SUB,
     is_active_dropout,
-    is_in_place,
     op_name,
     reach,
     tensor_meta,
@@ -89,10 +88,12 @@ def is_dropped_whole(branch: fx.Node, sites: Container[fx.Node] = ()) -> bool:
 
 def _dropped_by(node: fx.Node) -> fx.Node | None:
     """The op that drops a value: its own, or a write into it that is read behind: h.mul_(mask)."""
-    if is_active_dropout(node) or is_masked_by_hand(node):
-        return node
-    writes = (u for u in node.users if is_in_place(op_name(u)) and u.args[:1] == (node,))
-    return next(filter(is_masked_by_hand, writes), None)
+    writes = (user for user in node.users if node in written_operands(user))
+    return next((n for n in (node, *writes) if _drops(n)), None)
+
+
+def _drops(node: fx.Node) -> bool:
+    return is_active_dropout(node) or is_masked_by_hand(node)
 
 
 def _parts(node: fx.Node, sites: Container[fx.Node]) -> list[fx.Node]:

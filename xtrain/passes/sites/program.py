@@ -18,7 +18,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -34,16 +34,15 @@ from xtrain.passes.graph import (
     is_library_op,
     is_parameter,
     leaves,
+    nodes_in,
     op_name,
+    placeholders,
     reads_form_alone,
     short_place,
     tensor_meta,
     value_of,
     written_operands,
 )
-
-if TYPE_CHECKING:
-    from xtrain.passes.sites.residual_sites import ResidualSite
 
 _OWN_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
 
@@ -220,13 +219,6 @@ class Program:
         self.origin[copied] = node
         return copied
 
-    def cover(self, sites: Iterable[ResidualSite]) -> None:
-        """Note the branches of sites, which are told in nodes of the flat graph."""
-        for site in sites:
-            for taker in site.takers:
-                self.branches.setdefault(taker, set()).add(site.branch)
-                self.residuals[taker] = site.residual
-
     def graph_of(self, node: fx.Node) -> fx.Graph:
         """Return the graph, or body, that a node stands in."""
         return self.origin[node].graph
@@ -292,9 +284,9 @@ def _of_autograd_function(call: fx.Node) -> dict[fx.Node, Any]:
     bodies = called_bodies(call)
     if op_name(call) != "autograd_function_apply" or not bodies:
         return {}
-    placeholders = [n for n in bodies[0].graph.nodes if n.op == "placeholder"]
+    inputs = placeholders(bodies[0].graph)
     given = [a for a in call.args if not _is_attribute(a)]
-    return dict(zip(placeholders[len(placeholders) - len(given) :], given, strict=False))
+    return dict(zip(inputs[len(inputs) - len(given) :], given, strict=False))
 
 
 def _is_attribute(value: object) -> bool:
@@ -303,11 +295,7 @@ def _is_attribute(value: object) -> bool:
 
 def operands(origin: fx.Node, copied: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Yield each operand of a node with what stands for it in a flat graph."""
-    sides: list[list[fx.Node]] = []
-    for node in (origin, copied):
-        leaves: list[fx.Node] = []
-        fx.node.map_arg((node.args, node.kwargs), leaves.append)
-        sides.append(leaves)
+    sides = (nodes_in((node.args, node.kwargs)) for node in (origin, copied))
     yield from zip(*sides, strict=False)
 
 

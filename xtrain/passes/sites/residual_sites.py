@@ -125,7 +125,10 @@ def find_residual_sites(
     """
     finder = _Finder(program)
     found = [s for s in finder.run() if settled(program.origin[s.add]) != "leave"]
-    program.cover(found)
+    for site in found:
+        for taker in site.takers:
+            program.branches.setdefault(taker, set()).add(site.branch)
+            program.residuals[taker] = site.residual
     return [finder.in_its_graph(site) for site in found]
 
 
@@ -174,8 +177,8 @@ class _Finder:
                 first, *others = (site for site, _ in members)
                 takers = sorted({t for _, t in members}, key=self.order.__getitem__)
                 joined |= dict.fromkeys(others)
-                joined[first] = replace(first, branch=value, takers=tuple(takers))
-                self.holders[joined[first]] = self.holders[first]
+                joined[first] = whole = replace(first, branch=value, takers=tuple(takers))
+                self.holders[whole] = self.holders[first]
         return [kept for s in sites if (kept := joined.get(s, s)) is not None]
 
     def _find_blends(self) -> None:

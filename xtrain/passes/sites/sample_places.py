@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -24,15 +25,27 @@ from torch import fx
 
 from xtrain.ops.dropout.op import FORWARD as DROPOUT_OP
 from xtrain.passes.graph import (
+    CAST,
+    COPY,
+    CUT,
+    PERMUTE,
+    RESHAPE,
+    SOFTMAX,
+    STACK,
+    base_of,
     body_operands,
     called_bodies,
+    dtype_of,
+    first_operand,
     is_parameter,
+    may_hold_floats,
     op_name,
     operand,
+    placeholders,
     tensor_meta,
     written_operands,
 )
-from xtrain.passes.sites.program import base_of, written_into
+from xtrain.passes.sites.program import written_into
 
 
 class Place(NamedTuple):
@@ -48,15 +61,12 @@ UNKNOWN, MIXED = "unknown", "mixed"
 Source = tuple[int, int]  # position among the graph's placeholders, dimension
 State = dict[Source, Any]  # a source that is absent has no place: the value is the same for all
 
-_SAME = frozenset(
-    "to _to_copy float half bfloat16 double type type_as contiguous clone detach alias "
-    "convert_element_type dropout dropout_ native_dropout layer_norm rms_norm native_layer_norm "
-    "group_norm native_group_norm batch_norm native_batch_norm instance_norm normalize cumsum "
-    "cumprod index_fill index_fill_ tril triu silu relu gelu truediv floordiv and_ or_ identity "
-    "requires_grad_ lift_fresh lift_fresh_copy".split()
-)
-_VIEWS = frozenset(
-    "view reshape _unsafe_view view_as reshape_as flatten unflatten squeeze unsqueeze ravel".split()
+_SAME = CAST | COPY | {"dropout", "dropout_", "native_dropout"}
+_SAME |= frozenset(
+    "detach layer_norm rms_norm native_layer_norm group_norm native_group_norm batch_norm "
+    "native_batch_norm instance_norm normalize cumsum cumprod index_fill index_fill_ tril triu "
+    "silu relu gelu truediv floordiv and_ or_ identity requires_grad_ lift_fresh lift_fresh_copy"
+    "".split()
 )
 _FRESH = frozenset(
     "empty_like zeros_like ones_like full_like rand_like randn_like new_empty new_zeros new_ones "
@@ -71,14 +81,13 @@ _PICKS = frozenset("gather take_along_dim index_select roll flip sort topk argso
 # they have one, and that value.
 _PUTS = {"index_copy": (1, 3), "scatter": (1, 3), "masked_scatter": (None, 2)}
 _PUTS |= {f"{name}_": where for name, where in _PUTS.items()}
-_ADDS_ROWS = frozenset("index_add scatter_add index_add_ scatter_add_ scatter_reduce".split())
-_PADS = frozenset("pad constant_pad_nd".split())
 _LEADING = frozenset(
     "conv1d conv2d conv3d convolution conv_transpose1d max_pool1d max_pool2d avg_pool1d avg_pool2d "
     "adaptive_avg_pool1d adaptive_avg_pool2d interpolate".split()
 )
-_PARTS = frozenset("chunk split tensor_split split_with_sizes".split())
-_PERMUTED = frozenset("transpose swapaxes swapdims permute movedim moveaxis t mT numpy_T".split())
+# Where an op that may give several values takes the dimension that it cuts or orders.
+_SEVERAL = dict.fromkeys(CUT, (2, 0)) | {"unbind": (1, 0), "topk": (2, -1)}
+_SEVERAL |= dict.fromkeys(("sort", "max", "min"), (1, -1))
 
 
 def sample_places(graph: fx.Graph, seeds: fx.Node | None) -> tuple[dict[int, State], list[State]]:
@@ -86,9 +95,8 @@ def sample_places(graph: fx.Graph, seeds: fx.Node | None) -> tuple[dict[int, Sta
 
     Args:     seeds: the placeholder whose rows the graph's dropouts read.
     """
-    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     inputs: dict[fx.Node, State] = {}
-    for position, node in enumerate(placeholders):
+    for position, node in enumerate(placeholders(graph)):
         shape = _shape(node)
         if shape and node is not seeds and not is_parameter(node):
             inputs[node] = {
@@ -127,8 +135,8 @@ class Walk:
                 outputs = node.args[0]
             elif node.op == "placeholder":
                 self.states[node] = inputs.get(node, {})
-            elif (body := _body(node)) is not None:
-                self._enter(node, body)
+            elif body_operands(node):
+                self._enter(node, called_bodies(node)[0])
             else:
                 self.step(node)
             if node.target is DROPOUT_OP and (row := self._row(node)) is not None:
@@ -166,11 +174,7 @@ class Walk:
 
     def go_on(self, graph: fx.Graph) -> None:
         """Follow the sources through what has been appended to a graph; inputs have none."""
-        new: list[fx.Node] = []
-        for node in reversed(graph.nodes):
-            if node is self._last:
-                break
-            new.insert(0, node)
+        new = list(takewhile(lambda node: node is not self._last, reversed(graph.nodes)))[::-1]
         for node in new:
             if node.op != "placeholder":
                 self.step(node)
@@ -207,7 +211,11 @@ class _UnreadError(Exception):
 
 def _follow(node: fx.Node, name: str, of: Any) -> State:
     """The state of a node's value by its op."""
-    first = operand(node, 0, "input", "self", "tensor", "tensors")
+    first = first_operand(node)
+
+    def moved(move: Callable[[Place], Any]) -> State:
+        return _mapped(of(first), move)
+
     if name == "setitem":
         return _agreed([of(first), _written(node, of(node.args[2]))])
     if node.target is written_into:
@@ -220,20 +228,14 @@ def _follow(node: fx.Node, name: str, of: Any) -> State:
     if name in ("addmm", "baddbmm"):
         a, b = node.args[1:3]
         return _join([_matmul(a, b, of), of(first)])
-    if name in ("cat", "concat", "concatenate", "stack"):
+    if name in STACK:
         return _catenated(node, name, first, of)
-    if name in _PARTS or name in ("unbind", "sort", "topk", "max", "min") and out is None:
-        dim = operand(node, 0 if name == "unbind" else 2, "dim", default=None)
+    if name in _SEVERAL and (out is None or name in CUT):
+        position, default = _SEVERAL[name]
+        dim = _dim(first, operand(node, position, "dim", default=default))
         if name == "unbind":
-            dim = operand(node, 1, "dim", default=0)
-        elif name in ("sort", "max", "min"):
-            dim = operand(node, 1, "dim", default=-1)
-        elif name == "topk" or dim is None:
-            dim = operand(node, 2, "dim", default=-1 if name == "topk" else 0)
-        dim = _dim(first, dim)
-        if name == "unbind":
-            return _mapped(of(first), lambda p: _without_dim(p, dim))
-        return _mapped(of(first), lambda p: UNKNOWN if p.dim == dim else p)
+            return moved(lambda p: _without_dim(p, dim))
+        return moved(lambda p: UNKNOWN if p.dim == dim else p)
     if name in _SAME:
         return of(first)
     if out is None:
@@ -246,73 +248,68 @@ def _follow(node: fx.Node, name: str, of: Any) -> State:
         indices: Any = node.args[1]
         return _indexed(first, [slice(None) if i is None else i for i in indices], of)
     shape = _shape(first)
-    if name in ("softmax", "log_softmax", "_softmax"):
+    if name in SOFTMAX or name == "log_softmax":
         dim = _dim(first, operand(node, 1, "dim", default=-1))
-        return _mapped(of(first), lambda p: MIXED if p.dim == dim and p.size > 1 else p)
+        return moved(lambda p: MIXED if p.dim == dim and p.size > 1 else p)
     if name == "embedding":  # (indices, weight), in aten the other way round
-        return of(next(n for n in node.all_input_nodes if not _is_float(n)))
+        return of(next(n for n in node.all_input_nodes if not may_hold_floats(n)))
     if name in ("copy", "copy_"):
         return _aligned(of(node.args[1]), _shape(node.args[1]), out)
     if shape is None:
         raise _UnreadError
-    if name in _VIEWS:
-        return _mapped(of(first), lambda p: _located(p, shape, out))
-    if name in _PERMUTED or name == "getattr":
+    if name in RESHAPE or name == "ravel":
+        return moved(lambda p: _located(p, shape, out))
+    if name in PERMUTE or name == "getattr":
         order = _order(node, name, len(shape))
-        return _mapped(of(first), lambda p: p._replace(dim=order.index(p.dim)))
+        return moved(lambda p: p._replace(dim=order.index(p.dim)))
     if name in ("expand", "expand_as", "broadcast_to"):
         return _aligned(of(first), shape, out)
     if name in ("repeat", "tile"):
         added = len(out) - len(shape)
         wide = (*(1,) * added, *shape)
         times = [o // max(w, 1) for o, w in zip(out, wide, strict=True)]
-        return _mapped(
-            of(first),
-            lambda p: p._replace(dim=p.dim + added, before=p.before * times[p.dim + added]),
+        return moved(
+            lambda p: p._replace(dim=p.dim + added, before=p.before * times[p.dim + added])
         )
     if name == "repeat_interleave":
         times_, dim = operand(node, 1, "repeats"), operand(node, 2, "dim")
         if not isinstance(times_, int) or dim is None:
             raise _UnreadError
         dim = _dim(first, dim)
-        return _mapped(
-            of(first), lambda p: p._replace(after=p.after * times_) if p.dim == dim else p
-        )
+        return moved(lambda p: p._replace(after=p.after * times_) if p.dim == dim else p)
     if name in ("select", "narrow", "slice"):
         dim = _dim(first, operand(node, 1, "dim", default=0))
         if name == "select":
-            return _mapped(of(first), lambda p: _without_dim(p, dim))
-        return _mapped(
-            of(first), lambda p: p if p.dim != dim or out[dim] == shape[dim] else UNKNOWN
-        )
+            return moved(lambda p: _without_dim(p, dim))
+        return moved(lambda p: p if p.dim != dim or out[dim] == shape[dim] else UNKNOWN)
     if name in _PICKS:
-        default = () if name == "roll" else -1  # the whole, flat
-        dims = operand(node, 2 if name == "roll" else 1, "dim", "dims", default=default)
+        whole: Any = () if name == "roll" else -1  # a roll without dims is of the whole, flat
+        dims = operand(node, 2 if name == "roll" else 1, "dim", "dims", default=whole)
         given = dims if isinstance(dims, tuple | list) else (dims,)
         taken = [_dim(first, d) for d in given] or range(len(shape))
-        return _mapped(of(first), lambda p: UNKNOWN if p.dim in taken else p)
+        return moved(lambda p: UNKNOWN if p.dim in taken else p)
     if name in _PUTS or name in ("index_put", "index_put_"):
         return _agreed([of(first), _put(node, name, of)])
-    if name in _ADDS_ROWS:
+    if name.startswith(("index_add", "scatter_add")) or name == "scatter_reduce":
         return _join([of(first), _unknown(map(of, node.all_input_nodes[1:]))])
-    if name in _PADS:
+    if name in ("pad", "constant_pad_nd"):
         widths = operand(node, 1, "pad")
         padded = {len(shape) - 1 - i // 2 for i, width in enumerate(widths) if width != 0}
-        return _mapped(of(first), lambda p: UNKNOWN if p.dim in padded else p)
+        return moved(lambda p: UNKNOWN if p.dim in padded else p)
     if name == "where":
         a, b = operand(node, 1, "self", "input"), operand(node, 2, "other")
         values = _agreed([_aligned(of(n), _shape(n), out) for n in (a, b) if _shape(n) is not None])
         return _join([values, _aligned(of(node.args[0]), _shape(node.args[0]), out)])
     if name in _LEADING:
-        return _mapped(of(first), lambda p: p if p.dim == 0 and out[0] == shape[0] else UNKNOWN)
+        return moved(lambda p: p if p.dim == 0 and out[0] == shape[0] else UNKNOWN)
     if name in _REDUCTIONS:
         dims = operand(node, 1, "dim", "axis", default=None)
         if dims is None:
             return {}
         taken = [_dim(first, d) for d in (dims if isinstance(dims, tuple | list) else (dims,))]
         if len(out) == len(shape):
-            return _mapped(of(first), lambda p: None if p.dim in taken else p)
-        return _mapped(of(first), lambda p: _without_dims(p, taken))
+            return moved(lambda p: None if p.dim in taken else p)
+        return moved(lambda p: _without_dims(p, taken))
     if node.target is DROPOUT_OP or _is_pointwise(name):
         operands = [n for n in node.all_input_nodes if _shape(n) is not None]
         return _join([_aligned(of(n), _shape(n), out) for n in operands])
@@ -356,17 +353,17 @@ def _unknown(states: Iterable[State]) -> State:
 
 def _contracted(node: fx.Node, name: str, of: Any) -> list[State]:
     a, b = operand(node, 0, "input", "query"), operand(node, 1, "other", "weight")
+    rank = len(_shape(a) or ())
+    rows = _mapped(of(a), lambda p: None if p.dim == rank - 1 else p)
     if name == "linear":
-        rank = len(_shape(a) or ())
-        return [_mapped(of(a), lambda p: None if p.dim == rank - 1 else p)]
+        return [rows]
     if name == "scaled_dot_product_attention":
         key, value = operand(node, 1, "key"), operand(node, 2, "value")
-        rank = len(_shape(a) or ())
         of_keys = [
             _mapped(of(n), lambda p: (MIXED if p.size > 1 else None) if p.dim >= rank - 2 else p)
             for n in (key, value)
         ]
-        return [_mapped(of(a), lambda p: None if p.dim == rank - 1 else p), *of_keys]
+        return [rows, *of_keys]
     if name == "einsum":
         equation, *operands = node.args
         if len(operands) == 1 and isinstance(operands[0], tuple | list):
@@ -402,9 +399,7 @@ def _matmul(a: Any, b: Any, of: Any) -> State:
 
 
 def _catenated(node: fx.Node, name: str, parts: Any, of: Any) -> State:
-    given = operand(node, 1, "dim", "axis", default=0)
-    rank = len(_shape(node) or ())
-    dim = given + rank if given < 0 else given
+    dim = operand(node, 1, "dim", "axis", default=0) % len(_shape(node) or (1,))
     if name == "stack":
         return _agreed(
             _mapped(of(n), lambda p: p._replace(dim=p.dim + (p.dim >= dim))) for n in parts
@@ -468,10 +463,7 @@ def _order(node: fx.Node, name: str, rank: int) -> list[int]:
     if name in ("t", "mT", "numpy_T", "getattr"):
         is_all = name == "numpy_T" or (name == "getattr" and node.args[1] == "T")
         return order[::-1] if is_all else [*order[:-2], order[-1], order[-2]]
-    a, b = (
-        operand(node, 1, "dim0", "axis0") % rank,
-        operand(node, 2, "dim1", "axis1") % rank,
-    )
+    a, b = operand(node, 1, "dim0", "axis0") % rank, operand(node, 2, "dim1", "axis1") % rank
     order[a], order[b] = order[b], order[a]
     return order
 
@@ -491,7 +483,7 @@ def _indexed(value: fx.Node, index: Any, of: Any) -> State:
     shape = _shape(value) or ()
     parts = _index_parts(shape, index)
     tensors = [p for p in parts if isinstance(p, fx.Node) and _shape(p) is not None]
-    if any(_is_bool(p) for p in tensors) or len(tensors) > 1:
+    if any(dtype_of(p) in (torch.bool, torch.uint8) for p in tensors) or len(tensors) > 1:
         raise _UnreadError
     places: dict[int, Any] = {}  # dimension of the value -> of the result, None if it is gone
     result, dim, picked = 0, 0, 0
@@ -569,16 +561,6 @@ def _is_whole(part: slice, size: int) -> bool:
     return all(ends)
 
 
-def _is_float(node: fx.Node) -> bool:
-    value = tensor_meta(node)
-    return value is not None and value.dtype.is_floating_point
-
-
-def _is_bool(node: fx.Node) -> bool:
-    value = tensor_meta(node)
-    return value is not None and value.dtype in (torch.bool, torch.uint8)
-
-
 # --- what nodes are ------------------------------------------------------------------------------
 
 
@@ -601,10 +583,6 @@ def _dim(value: Any, dim: int) -> int:
     return dim % len(_shape(value) or (1,))
 
 
-def _body(node: fx.Node) -> fx.GraphModule | None:
-    return called_bodies(node)[0] if body_operands(node) else None
-
-
 _PYTHONS = frozenset(
     "add sub mul pow neg eq ne lt le gt ge mod xor invert iadd isub imul itruediv".split()
 )
@@ -616,6 +594,5 @@ def _is_pointwise(name: str) -> bool:
     if name in _PYTHONS or name in ("radd", "rmul", "rsub", "rtruediv", "and", "or"):
         return True
     packet = getattr(torch.ops.aten, name, None)
-    if packet is None or not hasattr(packet, "overloads"):
-        return False
-    return any(torch.Tag.pointwise in getattr(packet, o).tags for o in packet.overloads())
+    overloads: list[str] = getattr(packet, "overloads", list)()
+    return any(torch.Tag.pointwise in getattr(packet, o).tags for o in overloads)

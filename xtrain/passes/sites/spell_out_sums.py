@@ -26,6 +26,7 @@ from xtrain.passes.graph import (
     may_hold_floats,
     op_name,
     operand,
+    reach,
     same_shape,
     tensor_meta,
     values_of,
@@ -138,14 +139,8 @@ def _is_residual(node: fx.Node) -> bool:
         if not holds_contraction(value):
             pending += (new := [n for n in value.all_input_nodes if n not in streams])
             streams.update(n for n in new if may_hold_floats(n) and not made_of_parameters(n))
-    seen = {n for n in node.all_input_nodes if n is not summand}
-    pending = list(seen)
-    for source in pending:
-        if source in streams:
-            return True
-        pending += (new := [n for n in source.all_input_nodes if n not in seen])
-        seen.update(new)
-    return False
+    factors = [n for n in node.all_input_nodes if n is not summand]
+    return any(source in streams for source in reach(factors))
 
 
 def _spell_out_product(node: fx.Node, name: str) -> fx.Node:

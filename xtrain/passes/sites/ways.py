@@ -29,6 +29,7 @@ from xtrain.passes.graph import (
     ndim_of,
     op_name,
     operand,
+    reach,
     reads_form_alone,
     same_sizes,
     tensor_meta,
@@ -246,16 +247,11 @@ class Ways:
         """What reaches the forward's main results without passing through a branch."""
         outputs = [n for n in self.nodes if n.op == "output"]
         results = [n for out in outputs for n in out.all_input_nodes if n in self.live]
-        pending = self.main(results)
-        spine = set(pending)
-        while pending:
-            node = pending.pop()
-            cut = self.branches.get(node, ())
-            for source in node.all_input_nodes:
-                if source not in spine and source not in cut and source in self.live:
-                    spine.add(source)
-                    pending.append(source)
-        return spine
+        return set(reach(self.main(results), self._live_sources))
+
+    def _live_sources(self, node: fx.Node) -> list[fx.Node]:
+        cut = self.branches.get(node, ())
+        return [n for n in node.all_input_nodes if n in self.live and n not in cut]
 
     def main(self, results: list[fx.Node]) -> list[fx.Node]:
         """The results that depend on most sites: keys and values kept for later depend on fewer."""
@@ -273,11 +269,7 @@ class Ways:
 
     def ancestors(self, node: fx.Node) -> set[fx.Node]:
         """A value and all that it comes from."""
-        seen, pending = {node}, [node]
-        for value in pending:
-            pending += (new := [n for n in value.all_input_nodes if n not in seen])
-            seen.update(new)
-        return seen
+        return set(reach([node]))
 
     def runs_through_layers(self, nodes: Iterable[fx.Node]) -> bool:
         """Whether of nodes in running order some of one numbered module read those of another."""
@@ -299,14 +291,12 @@ class Ways:
             cut = self.branches.get(node, ())
             if any(n in reached and n not in cut for n in node.all_input_nodes):
                 reached.add(node)
-        found, pending = {branch}, [branch]
-        for node in pending:
-            cut = self.branches.get(node, ())
-            new = [n for n in node.all_input_nodes if n in reached and n not in cut]
-            new = [n for n in new if n not in found and n is not root]
-            found.update(new)
-            pending += new
-        return sorted(found, key=lambda n: -self.order[n]), reached
+
+        def inside(node: fx.Node) -> list[fx.Node]:
+            cut = {root, *self.branches.get(node, ())}
+            return [n for n in node.all_input_nodes if n in reached and n not in cut]
+
+        return sorted(reach([branch], inside), key=lambda n: -self.order[n]), reached
 
 
 # Ops that may add values up along a dimension, beside those that sums.py reads as sums.

@@ -65,7 +65,7 @@ def _fuse(
     if weight.op not in ("placeholder", "get_attr") and not weight < h:
         raise Refused("the norm's weight is computed only behind the add")
     y_dtype = operand(norm, 4, "out_dtype")
-    options = {} if y_dtype is None else {"y_dtype": y_dtype}
+    options: dict[str, Any] = {} if y_dtype is None else {"y_dtype": y_dtype}
     place = Place(h, forms, like=norm)
     p: Any = 0.0
     if _is_dropout(x):

@@ -93,7 +93,7 @@ def _swap(norm: Norm, forms: Forms, account: Account) -> str:
     weight = _ones(x) if norm.weight is None else norm.weight
     if norm.cast == "llama":
         own = torch.promote_types(own, known_dtype(weight))
-    options = {} if y_dtype == own else {"out_dtype": y_dtype}
+    options: dict[str, Any] = {} if y_dtype == own else {"out_dtype": y_dtype}
     y = place.op(OP, (x, weight, norm.eps), {"cast": norm.cast}, **options)
     check_same_form(y, last, dtype=y_dtype)
     account.settle({last: y})
