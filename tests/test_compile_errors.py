@@ -378,7 +378,7 @@ def test_layer_drop_of_transformers_is_named():
 
 
 def test_modules_of_a_piece_are_spelt_plainly():
-    from xtrain.compiler.seeds import ENTRY_ROOT, readable_path, without_locals
+    from xtrain.compiler.compile_report import ENTRY_ROOT, readable_path, without_locals
 
     assert readable_path("L['self'].self_attn") == "self.self_attn"
     assert readable_path(f"{ENTRY_ROOT}.layers.0") == "layers.0"

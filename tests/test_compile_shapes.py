@@ -14,7 +14,7 @@ from mask_oracle import keep_mask
 from torch import nn
 
 import xtrain
-from xtrain.compiler.layer_state import DictView, LayerView, floats_of_layer, numbers_of_layers
+from xtrain.compiler.entries import DictView, LayerView, floats_of_layer, numbers_of_layers
 from xtrain.model import Config, Transformer
 from xtrain.rng import site_seed
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import xtrain
 from xtrain import ops, passes, torch_compat
-from xtrain.compiler import swaps
+from xtrain.compiler import backend
 from xtrain.model import Config, Transformer
 from xtrain.passes import fx_utils
 from xtrain.rng import site_seed
@@ -356,10 +356,10 @@ def test_a_failing_pass_of_ours_costs_kernels_and_no_dropout(broken, monkeypatch
 
     fail.__name__ = broken
     if broken in SWAPS:
-        listed = [fail if s.__name__ == broken else s for s in swaps._SWAPS]
-        monkeypatch.setattr(swaps, "_SWAPS", tuple(listed))
+        listed = [fail if s.__name__ == broken else s for s in backend._SWAPS]
+        monkeypatch.setattr(backend, "_SWAPS", tuple(listed))
     else:
-        monkeypatch.setattr(swaps, broken, fail)
+        monkeypatch.setattr(backend, broken, fail)
     model = tiny()
     compiled = xtrain.compile(model, dropout=P, seed=1, backend="aot_eager")
     with caplog.at_level(logging.WARNING, "xtrain.passes"):
@@ -373,7 +373,7 @@ def test_a_failing_pass_of_ours_costs_kernels_and_no_dropout(broken, monkeypatch
 
 
 def test_a_compiler_that_fails_on_the_swapped_graph_gets_the_graph_without(monkeypatch, caplog):
-    real = swaps.remove_noop_views
+    real = backend.remove_noop_views
 
     def breaks(graph):
         result = real(graph)
@@ -383,7 +383,7 @@ def test_a_compiler_that_fails_on_the_swapped_graph_gets_the_graph_without(monke
         return result
 
     breaks.__name__ = "remove_noop_views"
-    monkeypatch.setattr(swaps, "remove_noop_views", breaks)
+    monkeypatch.setattr(backend, "remove_noop_views", breaks)
     model = tiny()
     compiled = xtrain.compile(model, dropout=P, seed=1, backend="aot_eager")
     with caplog.at_level(logging.WARNING, "xtrain.passes"):

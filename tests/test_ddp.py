@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training import apart
 
 import xtrain
-from xtrain.compiler.data_parallel import first_sample
+from xtrain.compiler.step_keys import first_sample
 from xtrain.model import Config, Transformer
 from xtrain.rng import site_seed
 

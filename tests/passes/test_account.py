@@ -17,7 +17,7 @@ from tolerances import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from xtrain import ops
-from xtrain.compiler.swaps import _SWAPS
+from xtrain.compiler.backend import _SWAPS
 from xtrain.passes import fx_utils
 from xtrain.passes.account import CONTEXT, GRAD_MODE
 from xtrain.passes.remove_noop_views import remove_noop_views

@@ -36,7 +36,7 @@ from torch import Tensor, fx
 from torch.utils.checkpoint import checkpoint
 
 from xtrain import ops
-from xtrain.compiler.swaps import _SWAPS
+from xtrain.compiler.backend import _SWAPS
 from xtrain.passes import fx_utils
 from xtrain.passes.normalise import normalise
 from xtrain.passes.remove_noop_views import remove_noop_views

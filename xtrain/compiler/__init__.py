@@ -26,10 +26,10 @@ from typing import Any
 
 from torch import nn
 
+from xtrain.compiler.compile_report import Report, Site
+from xtrain.compiler.compile_session import SiteError
 from xtrain.compiler.compiled_model import CompiledModel, check_model
 from xtrain.compiler.options import checked_options
-from xtrain.compiler.report import Report, Site
-from xtrain.compiler.session import SiteError
 from xtrain.compiler.verify import VerifyError
 
 __all__ = [
