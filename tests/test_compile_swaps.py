@@ -312,11 +312,11 @@ class Frozen(nn.Module):
 def test_gradients_behind_a_frozen_layer_are_eagers():
     model, x = Frozen(), torch.randn(2, 6, 16)
     found = {}
-    for backend in ("aot_eager", "eager"):
+    for name in ("aot_eager", "eager"):
         model.zero_grad()
-        compiled = xtrain.compile(model, dropout=P, seed=1, backend=backend)
+        compiled = xtrain.compile(model, dropout=P, seed=1, backend=name)
         compiled(x).square().sum().backward()
-        found[backend] = {name: p.grad for name, p in model.named_parameters()}
+        found[name] = {name: p.grad for name, p in model.named_parameters()}
         counted = counts(compiled)
     assert counted == dict.fromkeys(SWAPS, 0)
     for name, grad in found["eager"].items():
