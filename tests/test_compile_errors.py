@@ -52,6 +52,8 @@ WRONG = {
     "disable_passes int": (lambda: probe(disable_passes=3), TypeError,
                            "disable_passes must be a list of names, got 3"),
     "strict str": (lambda: probe(strict="no"), TypeError, "strict must be True or False, got 'no'"),
+    "verify str": (lambda: probe(verify="yes"), TypeError,
+                   "verify must be True or False, got 'yes'"),
     "fullgraph int": (lambda: probe(fullgraph=3), TypeError, "fullgraph must be True or False"),
     "dynamic str": (lambda: probe(dynamic="auto"), TypeError,
                     "dynamic must be True, False or None, got 'auto'"),

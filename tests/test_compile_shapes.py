@@ -362,23 +362,6 @@ def test_a_scale_by_layer(how, backend):
         assert torch.equal(compiled.eval()(x), model(x))
 
 
-def test_gpt2_with_a_scale_by_layer():
-    transformers = pytest.importorskip("transformers")
-    torch._dynamo.reset()
-    sizes = dict(n_embd=16, n_layer=10, n_head=2, vocab_size=32, n_positions=16)
-    config = transformers.AutoConfig.for_model(
-        "gpt2", **sizes, scale_attn_by_inverse_layer_idx=True, resid_pdrop=0.0, attn_pdrop=0.0
-    )
-    config.embd_pdrop = 0.0
-    model = transformers.AutoModelForCausalLM.from_config(config).train()
-    ids = torch.arange(12).view(2, 6)
-    keywords = dict(dropout=P, seed=0, backend="eager")
-    whole = xtrain.compile(model, **keywords)(input_ids=ids, labels=ids).loss
-    compiled = xtrain.compile_blocks(model, **keywords)
-    assert torch.equal(compiled(input_ids=ids, labels=ids).loss, whole)
-    assert len(compiled.last_executed_sites) == 20
-
-
 def test_floats_of_a_layer_are_those_that_differ():
     layers = Model("product").layers
     assert floats_of_layer(layers[1], layers) == (layers[1].scale,)

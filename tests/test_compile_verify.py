@@ -365,11 +365,6 @@ def test_without_swaps_there_is_nothing_to_verify(options):
     assert str(compiled.report().verification).startswith("verified: nothing")
 
 
-def test_verify_must_be_a_bool():
-    with pytest.raises(TypeError, match="verify must be True or False, got 'yes'"):
-        xtrain.compile(tiny(), verify="yes")
-
-
 class Counted(nn.Module):
     """A block with everything that a second run could disturb: a buffer, a random op, a cache."""
 

@@ -229,7 +229,7 @@ def ranks():
 # --- the default first_sample ---------------------------------------------------------------------
 
 
-# torch.distributed is played by a stand-in here; test_ddp.py runs two real processes.
+# torch.distributed is played by a stand-in here.
 
 
 class Ranks:

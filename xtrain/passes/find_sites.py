@@ -29,7 +29,8 @@ class Found:
     """The sites of a graph and of the bodies that it calls, found once, and its account of sums.
 
     sites:   by graph, in running order; unsited: the same of bodies that take no seeds.
-    account: None where only the whole forward can tell (a piece of it, compiler/recorder.py).
+    account: None where only the whole forward can tell (of a piece of it,
+             compiler/forward_program.py).
     """
 
     program: Program
