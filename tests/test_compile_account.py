@@ -110,6 +110,7 @@ MEETS_THE_FIRST_AGAIN = {
     "behind a running mean": Form((Step(),), beginning="running mean", joins_first=True),
     "behind a gate": Form((ATTENTION, Step(around="gate")), joins_first=True),
     "behind a film": Form((ATTENTION, Step(around="film")), joins_first=True),
+    "behind a projected skip": Form((Step(skip="convolved"), Step()), joins_first=True),
     "a gate in each block": Form((Step(around="gate"),), beginning="embedding again"),
     "its own gate in each block": Form(
         (Step(around="gate of itself"),), beginning="embedding again"

@@ -8,9 +8,12 @@ from __future__ import annotations
 import inspect
 import re
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from branch_oracle import (
     SEED,
     Block,
@@ -279,3 +282,168 @@ def test_a_sum_in_an_op_is_settled_by_the_line_of_the_add_or_the_call(code):
     assert [s.site for s in compiled.last_executed_sites] == ["attention"] * 2
     with pytest.raises(SiteError, match="where no pass can put dropout"):
         xtrain.compile(made(Stack, InOp)(), **keywords, sums={place: "drop"})(x())
+
+
+# --- what is done past torch's ops, in eager code and in graphs -----------------------------------
+
+
+class HostKernel(triton.runtime.jit.KernelInterface):
+    """Launched like a Triton kernel; writes into the memory it is given, past torch."""
+
+    def __init__(self, function):
+        self.fn = function
+
+    def run(self, *tensors, grid, warmup):
+        self.fn(*(t.detach().numpy() for t in tensors))
+
+
+@HostKernel
+def step_kernel(x, up, down, out):
+    out[:] = x + x @ up.T @ down.T
+
+
+@HostKernel
+def add_kernel(h, x):
+    x += h
+
+
+@HostKernel
+def tanh_kernel(h, out):
+    np.tanh(h, out=out)
+
+
+class StepByKernel(StepInFunction):
+    @staticmethod
+    def forward(ctx, x, up, down):
+        ctx.save_for_backward(x, up, down)
+        out = torch.empty_like(x)
+        step_kernel[1,](x, up, down, out)
+        return out
+
+
+class StepInMemory(StepByKernel):
+    @staticmethod
+    def forward(ctx, x, up, down):
+        ctx.save_for_backward(x, up, down)
+        out = torch.empty_like(x)
+        step_kernel.fn(*(t.detach().numpy() for t in (x, up, down, out)))
+        return out
+
+
+class StepByNumpy(StepByKernel):
+    @staticmethod
+    def forward(ctx, x, up, down):
+        ctx.save_for_backward(x, up, down)
+        y, w, v = (t.detach().numpy() for t in (x, up, down))
+        return torch.from_numpy(y + y @ w.T @ v.T) * 1.0
+
+
+class AddByKernel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, h):
+        x = x.clone()
+        add_kernel[1,](h, x)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, grad
+
+
+class TanhByKernel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, h):
+        out = torch.empty_like(h)
+        tanh_kernel[1,](h, out)
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        (out,) = ctx.saved_tensors
+        return grad * (1 - out**2)
+
+
+class InEagerKernel(InOp):
+    step = StepByKernel
+
+    @torch.compiler.disable
+    def apply(self, x):
+        return self.step.apply(x, self.up.weight, self.down.weight)
+
+
+class InEagerMemory(InEagerKernel):
+    step = StepInMemory
+
+
+class InEagerNumpy(InEagerKernel):
+    step = StepByNumpy
+
+
+class InEagerAdd(InOp):
+    @torch.compiler.disable
+    def apply(self, x):
+        return AddByKernel.apply(x, F.linear(F.linear(x, self.up.weight), self.down.weight))
+
+
+@triton.jit
+def add_on_gpu(x, h, out, size: tl.constexpr):
+    at = tl.arange(0, size)
+    tl.store(out + at, tl.load(x + at) + tl.load(h + at))
+
+
+class InTritonKernel(InOp):
+    def apply(self, x):
+        out = torch.zeros_like(x)
+        h = F.linear(F.linear(x, self.up.weight), self.down.weight)
+        add_on_gpu[1,](x, h, out, 16)
+        return out
+
+
+@both
+@pytest.mark.parametrize(
+    ("block", "why"),
+    [
+        (InEagerKernel, r"the body of step_kernel is not seen \(a Triton kernel\)"),
+        (InEagerAdd, r"the body of add_kernel is not seen \(a Triton kernel\)"),
+        (InEagerMemory, "its memory was filled past torch's ops"),
+        (InEagerNumpy, "what StepByNumpy returned was made past torch's ops"),
+    ],
+)
+def test_what_is_done_past_torch_is_refused(block, why, compile_it):
+    error = hold(Stack, compile_it, block, must_run=False)
+    assert error is not None
+    assert re.search(rf"op at \S+:\d+.*{why}.*sums=\{{'[^']+': 'leave'\}}", str(error)), error
+
+
+class WithEagerKernel(Block):
+    """A kernel on the stream alone, and memory that is filled part by part: no sum in either."""
+
+    @torch.compiler.disable
+    def last(self, x):
+        out = torch.empty_like(x)
+        for i, value in enumerate(TanhByKernel.apply(x)):
+            out[i] = value
+        return out
+
+    def forward(self, x):
+        return self.last(x + drop(self.mlp(self.norm(x)), self))
+
+
+@both
+def test_a_kernel_that_adds_nothing_to_the_stream_runs(compile_it):
+    hold(Stack, compile_it, WithEagerKernel)
+
+
+@pytest.mark.gpu
+def test_a_triton_kernel_in_a_graph_is_refused():
+    model = made(Stack, InTritonKernel)().cuda()
+    line = inspect.getsourcelines(InTritonKernel.apply)[1] + 3
+    place = f"test_compile_bodies.py:{line}"
+    keywords = {"dropout": P, "seed": SEED, "backend": "eager"}
+    with pytest.raises(SiteError, match="the body of add_on_gpu is not seen") as error:
+        xtrain.compile(model, **keywords)(x().cuda())
+    assert place in str(error.value)
+    compiled = xtrain.compile(model, **keywords, sums={place: "leave"})
+    compiled(x().cuda())
+    assert [s.site for s in compiled.last_executed_sites] == ["attention"] * 2

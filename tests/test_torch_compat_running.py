@@ -294,3 +294,37 @@ def test_transforms_are_told_by_the_code_and_by_the_tensor():
     seen.clear()
     told(x, y)
     assert seen == [False] * 4
+
+
+def test_launches_of_triton_kernels_are_noted():
+    """By whoever writes kernel[grid](...): the interface is the only place they all pass."""
+    from triton.runtime.jit import JITFunction, KernelInterface
+
+    assert issubclass(JITFunction, KernelInterface)
+    ran, noted = [], []
+
+    class Kernel(KernelInterface):
+        def __init__(self, function):
+            self.fn = function
+
+        def run(self, *args, grid, warmup):
+            ran.append(self.fn(*args))
+
+    def double(x):
+        return 2 * x
+
+    with torch_compat.noting_launches(lambda name, args: noted.append((name, args))):
+        Kernel(double)[1,](3)
+    Kernel(double)[1,](4)
+    assert ran == [6, 8] and noted == [("double", [3])]
+
+
+def test_the_function_that_returned_a_tensor_has_a_name():
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+    x = torch.ones(2, requires_grad=True)
+    assert torch_compat.python_function(Twice.apply(x)) == "Twice"
+    assert torch_compat.python_function(2 * x) == torch_compat.python_function(x) == ""

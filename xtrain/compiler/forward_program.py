@@ -57,6 +57,12 @@ class ForwardProgram(Recording):
                 self.ran(call, args, kwargs, result)
         return result
 
+    def note_launch(self, kernel: str, args: list[Any]) -> None:
+        """Append the launch of a Triton kernel by code that no graph holds."""
+        if not any(map(is_fake, _tensors(args))):
+            self.num_eager_ops += 1
+            self.launched(kernel, args, place_of_caller() or {"place": "an unknown place"})
+
     def note_graph(self, found: Found, inputs: Sequence[Any], results: Any) -> None:
         """Append a compiled graph that has run on these inputs."""
         self.num_graphs += 1

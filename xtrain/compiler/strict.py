@@ -120,7 +120,7 @@ def recorded(
     session.is_recording_wanted = False
     session.recording = program = ForwardProgram(inputs)
     try:
-        with program:
+        with program, torch_compat.noting_launches(program.note_launch):
             yield program
     finally:
         session.recording = None

@@ -6,6 +6,8 @@ itself; compiler/forward_program.py joins those that graph breaks leave with wha
 
 A body that no graph shows is recorded while it runs. That of another library's op runs by itself,
 on tensors without memory: whatever it did past torch's ops would raise, so nothing stays unseen.
+What is done past torch's ops elsewhere leaves traces: a Triton kernel is launched, memory is read
+that no op has filled, an autograd.Function returns what no op has made.
 """
 
 from __future__ import annotations
@@ -24,11 +26,13 @@ from torch import fx, nn
 from xtrain import torch_compat
 from xtrain.passes import fx_utils
 from xtrain.passes.residual_sites import ResidualSite
+from xtrain.passes.values import BUFFERS, UNFILLED, is_parameter, reads_form_alone
 
 _OWN_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 _PLACES = ("nn_module_stack", "stack_trace", "place")  # meta that says where code stands
 LIBRARY_OP = "library_op"  # meta of what stands in the body of a library's op: its name
+KERNEL = "triton_kernel"  # meta of a launch: the name of the kernel
 
 
 class Program:
@@ -40,6 +44,7 @@ class Program:
     handed_on: results that a dropout covers where they are returned, for others to add.
     inside:   node that was recorded in the body of a library's op -> the call of that op.
     unseen:   call of a library's op whose body cannot be seen -> why not.
+    returned: what an autograd.Function returned in eager code -> its name.
     """
 
     def __init__(self) -> None:
@@ -50,6 +55,7 @@ class Program:
         self.handed_on: set[fx.Node] = set()
         self.inside: dict[fx.Node, fx.Node] = {}
         self.unseen: dict[fx.Node, str] = {}
+        self.returned: dict[fx.Node, str] = {}
         self._items: dict[tuple[fx.Node, int], fx.Node] = {}
 
     @classmethod
@@ -155,6 +161,9 @@ class Program:
     def _write(self, node: fx.Node, values: dict[fx.Node, Any]) -> None:
         """Make what a node writes in place the value of its targets, and of what those are part."""
         targets = fx_utils.written_operands(node)
+        if kernel := torch_compat.launched_kernel(node):
+            values[node].meta = {**values[node].meta, KERNEL: kernel}
+            targets = filled_by_kernel({n: values[n] for n in node.all_input_nodes})
         for target in targets:
             if fx_utils.op_name(node) == "setitem":
                 value = fx.node.map_arg(node.args[2], values.get)
@@ -214,6 +223,47 @@ def written_into(before: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     raise NotImplementedError("a flat graph is only read")
 
 
+def kernel_launch(*tensors: torch.Tensor) -> None:
+    """Stand in a flat graph for the launch of a Triton kernel on these tensors."""
+    raise NotImplementedError("a flat graph is only read")
+
+
+def filled_by_kernel(operands: dict[Any, fx.Node]) -> list[Any]:
+    """Return which operands a kernel writes, given each with what stands for it before the launch.
+
+    Those that were allocated and hold nothing yet; where there is none, any may be written.
+    """
+    buffers = [o for o, before in operands.items() if fx_utils.op_name(_memory(before)) in BUFFERS]
+    return buffers or [o for o, before in operands.items() if not _is_parameter(before)]
+
+
+def _is_parameter(node: fx.Node) -> bool:
+    return node.meta.get("role") == "parameter" or is_parameter(node)
+
+
+def _memory(node: fx.Node) -> fx.Node:
+    """The value whose memory a view shows."""
+    while (base := base_of(node)) is not None:
+        node = base
+    return node
+
+
+def is_read_unfilled(node: fx.Node) -> bool:
+    """Whether memory is read, itself or a view of it, that no op has filled.
+
+    What an op writes is a new value (`written_into`) for whoever reads it behind the write.
+    """
+    if fx_utils.op_name(_memory(node)) not in UNFILLED:
+        return False
+    for user in node.users:
+        is_form = reads_form_alone(user, node) or user.target in (written_into, kernel_launch)
+        if is_form or node in fx_utils.written_operands(user):
+            continue
+        if base_of(user) is not node or is_read_unfilled(user):
+            return True
+    return False
+
+
 def _of_autograd_function(call: fx.Node) -> dict[fx.Node, Any]:
     """Placeholder of the forward of an autograd.Function -> operand, {} for any other node."""
     bodies = fx_utils.called_bodies(call)
@@ -224,10 +274,13 @@ def _of_autograd_function(call: fx.Node) -> dict[fx.Node, Any]:
     return dict(zip(placeholders[len(placeholders) - len(given) :], given, strict=False))
 
 
+_MORE_VIEWS = frozenset({"getitem", "slice", "select", "narrow", "detach", "alias"})
+
+
 def base_of(node: fx.Node) -> fx.Node | None:
     """Return the tensor whose memory a node shows another view of."""
     name = fx_utils.op_name(node)
-    is_view = name in fx_utils.VIEW_LIKE or name in ("getitem", "slice", "select", "narrow")
+    is_view = name in fx_utils.VIEW_LIKE or name in _MORE_VIEWS
     source = node.args[0] if is_view and node.args else None
     return source if isinstance(source, fx.Node) else None
 
@@ -309,6 +362,14 @@ class Recording(torch_compat.RecordingMode):
                 self.stands_for(node, value)
         return True
 
+    def launched(self, kernel: str, args: Iterable[Any], meta: dict[str, Any]) -> None:
+        """Append the launch of a Triton kernel, and what it may have written."""
+        tensors = {a: self.node(a) for a in args if isinstance(a, torch.Tensor)}
+        call = self.program.graph.call_function(kernel_launch, tuple(tensors.values()))
+        call.meta = {**meta, KERNEL: kernel}
+        for tensor in filled_by_kernel(tensors):
+            self.wrote(tensor, self.program.written(tensors[tensor], call))
+
     def _operands(self, call: fx.Node, args: Any, kwargs: Any) -> dict[fx.Node, torch.Tensor]:
         pairs = zip(leaves((call.args, call.kwargs)), leaves((args, kwargs)), strict=True)
         return {node: tensor for node, tensor in pairs if isinstance(tensor, torch.Tensor)}
@@ -326,6 +387,8 @@ class Recording(torch_compat.RecordingMode):
         """Return what stands for a tensor now: behind writes into its memory, a new value."""
         known = self._nodes[id(tensor)][1] if self.knows(tensor) else None
         node = self.add_input(tensor, "table") if known is None else known
+        if function := torch_compat.python_function(tensor):
+            self.program.returned[node] = function
         write = self._writes.get(torch_compat.memory_of(tensor))
         if write is not None and write is not node and node < write:
             node = self.program.written(node, write)
@@ -350,6 +413,7 @@ class Recording(torch_compat.RecordingMode):
             role = "table"
         node = self.program.graph.placeholder(role)
         node.meta = {"val": tensor if is_parameter else described(tensor), "role": role}
+        node.meta |= place_of_caller() if tensor.grad_fn is not None else {}
         self.stands_for(node, tensor)
         return node
 

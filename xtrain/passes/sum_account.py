@@ -31,7 +31,7 @@ import torch
 from torch import fx
 
 from xtrain.passes import fx_utils
-from xtrain.passes.program import Program
+from xtrain.passes.program import KERNEL, Program
 from xtrain.passes.stacks import stack_summed_by
 from xtrain.passes.sum_readers import (
     is_error_of_a_loss,
@@ -197,6 +197,8 @@ class SumAccount:
         """
         if not self.ways.is_opaque(node):
             return False
+        if node in self.ways.made_unseen:
+            return True
         inputs = [n for n in node.all_input_nodes if n in self.ways.live and ndim_of(n) >= 2]
         value = node.meta.get("example_value", node.meta.get("val"))
         made = value if isinstance(value, tuple | list) else (value,)
@@ -205,6 +207,8 @@ class SumAccount:
 
     def _judge_opaque(self, node: fx.Node) -> SumEntry | None:
         """What an opaque op on the spine is: with parameters it may be a whole residual step."""
+        if node in self.ways.made_unseen:
+            return SumEntry(node, "unexplained", OPAQUE, self.ways.made_unseen[node])
         inputs = [n for n in node.all_input_nodes if n in self.ways.live]
         is_shared = any(
             self._common(node, inputs=[a, *(n for n in inputs if n is not a)]) is not None
@@ -213,10 +217,11 @@ class SumAccount:
         )
         if not is_shared and not any(n in self.ways.parameters for n in node.all_input_nodes):
             return None
-        name = fx_utils.op_name(node) or str(node.target)
+        name = node.meta.get(KERNEL) or fx_utils.op_name(node) or str(node.target)
         if self.settled(node) == "leave":
             return SumEntry(node, "left", SETTLED, settled=True)
-        why = self.program.unseen.get(node, "")
+        unseen = "a Triton kernel" if KERNEL in node.meta else ""
+        why = self.program.unseen.get(node, unseen)
         seen = f"the body of {name} is not seen{f' ({why})' * bool(why)}"
         return SumEntry(node, "unexplained", OPAQUE, seen)
 
@@ -288,6 +293,8 @@ class SumAccount:
         hides |= bool(self.ways.product_addends(add))
         if add in self.program.inside:  # which no pass can reach
             return SumEntry(add, "unexplained", IN_AN_OP, seen)
+        if any(self._is_stream(a, root, even_computed=True) for a in branches):
+            return SumEntry(add, "unexplained", seen=f"{seen}, and one carries the sum of a site")
         if not skips or not all(map(_can_be_dropped, branches)) or hides:
             return SumEntry(add, "unexplained", seen=seen)
         self._add_general(General(add, branches, skips[0], root))
@@ -302,10 +309,12 @@ class SumAccount:
                 return SumEntry(add, "left", EARLIER_VALUE)
         return None
 
-    def _is_stream(self, addend: fx.Node, root: fx.Node) -> bool:
+    def _is_stream(self, addend: fx.Node, root: fx.Node, *, even_computed: bool = False) -> bool:
         """Whether an addend is another stream than the one of `root`, or carries that one on.
 
         It is a form of a site's sum that does not depend on root, or that has it from its stream.
+
+        Args:     even_computed: or that is computed from it by parameters.
         """
         labels = self.ways.labels(addend, set())
         carried = [n for n, label in labels.items() if label.nearest != COMPUTED]
@@ -315,7 +324,9 @@ class SumAccount:
             inner = self.ways.labels(node, set()).get(root)
             if inner is None:
                 return True
-            if inner.nearest != COMPUTED and not self._is_taken_off(root, node, carried):
+            if inner.nearest == COMPUTED and not even_computed:
+                continue
+            if not self._is_taken_off(root, node, carried):
                 return True
         return False
 
@@ -350,7 +361,8 @@ class SumAccount:
         """The sites of the plain search whose branch is a stream, as (add, branch).
 
         x + x0 where x is gate * (x0 + f(x0)): the plain search does not see the sum under the gate,
-        and takes all of x for a branch of x0; or it sees the sum, and takes gate(x) for parameters.
+        and takes all of x for a branch of x0; or it sees the sum, and takes gate(x) for parameters;
+        or a skip on the way from x0 to x is projected.
         """
         known = {add for add, found in self.branches.items() if found}
         unseen = [n for n in self.ways.nodes if n not in known and len(self.ways.addends(n)) > 1]
@@ -358,7 +370,8 @@ class SumAccount:
         for add, residual in self.program.residuals.items():
             root = peel(residual)
             for branch in self.branches.get(add, ()):
-                if self._is_stream(branch, root) or self._carries_one(branch, root, unseen):
+                is_stream = self._is_stream(branch, root, even_computed=True)
+                if is_stream or self._carries_one(branch, root, unseen):
                     yield add, branch
 
     def _is_open(self, add: fx.Node) -> bool:

@@ -263,7 +263,8 @@ def reads_form_alone(node: fx.Node, source: fx.Node) -> bool:
     return name.endswith("_like") or name.startswith("new_") or name == "size"
 
 
-BUFFERS = frozenset({"zeros", "zeros_like", "new_zeros", "empty", "empty_like", "new_empty"})
+UNFILLED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
+BUFFERS = UNFILLED | {"zeros", "zeros_like", "new_zeros"}
 
 
 def filled_buffer(node: fx.Node) -> fx.Node | None:

@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from xtrain import torch_compat
 from xtrain.passes import fx_utils
-from xtrain.passes.program import Program, is_item, written_into
+from xtrain.passes.program import KERNEL, Program, is_item, is_read_unfilled, written_into
 from xtrain.passes.roots import mixed_streams
 from xtrain.passes.spell_out_sums import summand_of
 from xtrain.passes.stacks import stack_summed_by
@@ -69,6 +69,7 @@ class Ways:
         self.order = {node: i for i, node in enumerate(self.nodes)}
         self.parameters: set[fx.Node] = set()
         self.live: set[fx.Node] = set()
+        self.made_unseen: dict[fx.Node, str] = {}  # value that no op has made -> what is known
         self.picked: set[fx.Node] = set()  # rows of parameters, by indices: experts, embeddings
         self._classify()
         self._sources = {node: list(self._edges(node)) for node in self.nodes}
@@ -81,20 +82,35 @@ class Ways:
             role = node.meta.get("role")
             if node.op == "output":
                 continue
-            if node.op in ("placeholder", "get_attr"):
+            if origin := self._unseen_origin(node):
+                self.live.add(node)
+                self.made_unseen[node] = origin
+            elif node.op in ("placeholder", "get_attr"):
                 if role == "parameter" or (role is None and is_parameter(node)):
                     self.parameters.add(node)
                 elif role == "input" or (role is None and _is_activation(node)):
                     self.live.add(node)
-                continue
-            inputs = node.all_input_nodes
-            if inputs and all(n in self.parameters for n in inputs):
-                self.parameters.add(node)
-            elif any(n in self.live or n in self.parameters for n in inputs) and _is_float(node):
-                self.live.add(node)
-                floats = [n for n in inputs if _is_float(n)]
-                if floats and all(n in self.parameters or n in self.picked for n in floats):
-                    self.picked.add(node)
+            else:
+                self._classify_result(node)
+
+    def _classify_result(self, node: fx.Node) -> None:
+        inputs = node.all_input_nodes
+        if inputs and all(n in self.parameters for n in inputs):
+            self.parameters.add(node)
+        elif any(n in self.live or n in self.parameters for n in inputs) and _is_float(node):
+            self.live.add(node)
+            floats = [n for n in inputs if _is_float(n)]
+            if floats and all(n in self.parameters or n in self.picked for n in floats):
+                self.picked.add(node)
+
+    def _unseen_origin(self, node: fx.Node) -> str:
+        """What is known of a value that code past torch's ops has made; "" of any other."""
+        if "place" not in node.meta or ndim_of(node) < 2 or not _is_float(node):
+            return ""
+        if node in self.program.returned:
+            if not any(n in self.live or n in self.parameters for n in node.all_input_nodes):
+                return f"what {self.program.returned[node]} returned was made past torch's ops"
+        return "its memory was filled past torch's ops" if is_read_unfilled(node) else ""
 
     def _edges(self, node: fx.Node) -> Iterator[tuple[fx.Node, int, bool]]:
         """The values that a node is computed from: (source, how near it stays, by parameters)."""
@@ -132,7 +148,7 @@ class Ways:
 
         A module that is called as one, and a body that runs many times, hold their own parameters.
         """
-        if node.op == "call_module":
+        if node.op == "call_module" or KERNEL in node.meta or node in self.made_unseen:
             return True
         if isinstance(node.target, torch_compat.HigherOrderOperator):
             if fx_utils.op_name(node) in fx_utils.CONTRACTION:  # flex_attention

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -10,7 +11,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -64,6 +65,64 @@ class RecordingMode(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         """Say so to Dynamo."""
         return True
+
+
+@contextmanager
+def noting_launches(note: Callable[[str, list[Any]], None]) -> Iterator[None]:
+    """Call note(name of a kernel, its arguments) for each Triton kernel that Python code launches.
+
+    No dispatch mode sees one. Left out: what compiled code launches, and our own ops.
+    """
+    jit = sys.modules.get("triton.runtime.jit")
+    if jit is None:
+        yield
+        return
+    interface: Any = jit.KernelInterface
+    launcher_of = interface.__getitem__
+
+    def noted(kernel: Any, grid: Any) -> Callable[..., Any]:
+        launch, function = launcher_of(kernel, grid), _function_of(kernel)
+
+        def launch_and_note(*args: Any, **kwargs: Any) -> Any:
+            result = launch(*args, **kwargs)
+            if not function.__module__.startswith("xtrain."):
+                note(function.__name__, [*args, *kwargs.values()])
+            return result
+
+        return launch_and_note
+
+    interface.__getitem__ = noted
+    try:
+        yield
+    finally:
+        interface.__getitem__ = launcher_of
+
+
+def python_function(tensor: torch.Tensor) -> str:
+    """Return the name of the torch.autograd.Function whose result a tensor is, "" if of none."""
+    node = tensor.grad_fn
+    is_python = isinstance(node, torch.autograd.function.BackwardCFunction)
+    return node.name().removesuffix("Backward") if is_python and node is not None else ""
+
+
+def launched_kernel(node: torch.fx.Node) -> str:
+    """Return the name of the Triton kernel that a node of Dynamo's graph launches, "" if none."""
+    if not isinstance(node.target, HigherOrderOperator):
+        return ""
+    if not node.target.__name__.startswith("triton_kernel_wrapper"):
+        return ""
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+
+    number: Any = node.kwargs["kernel_idx"]
+    kernel = kernel_side_table.get_kernel(number)
+    return str(_function_of(kernel).__name__)
+
+
+def _function_of(kernel: Any) -> Any:
+    """The Python function of a kernel, below what tunes it."""
+    while hasattr(kernel, "fn"):
+        kernel = kernel.fn
+    return kernel
 
 
 def real_tensors() -> Any:
