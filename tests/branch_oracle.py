@@ -108,6 +108,29 @@ def refusal_or_dropout(
     return None
 
 
+def hook_masks(sites: dict[nn.Module, tuple[int, str]], p: float = P) -> None:
+    """Have modules drop what they return, the first of several: for branches that are modules.
+
+    sites: module -> its (layer, site).
+    """
+    for module, site in sites.items():
+        seed = site_seed(SEED, 0, *site)
+
+        def drop(_, __, out, seed=seed):
+            first, *others = out if isinstance(out, tuple) else (out,)
+            keep = torch.from_numpy(keep_mask(tuple(first.shape), p, seed))
+            first = torch.where(keep, first * (1 / (1 - p)), 0.0)
+            return (first, *others) if isinstance(out, tuple) else first
+
+        module.register_forward_hook(drop)
+
+
+def hook_masks_of_llama(model: nn.Module) -> None:
+    """Dropout on the branches of a model of transformers that is made like Llama."""
+    for i, block in enumerate(model.model.layers):
+        hook_masks({block.self_attn: (i, "attention"), block.mlp: (i, "feed_forward")})
+
+
 both = pytest.mark.parametrize("compile_it", [xtrain.compile, xtrain.compile_blocks])
 
 

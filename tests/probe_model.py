@@ -11,10 +11,16 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from mask_oracle import keep_mask
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import xtrain
+from xtrain.rng import site_seed
+
 P = 0.5
+SHAPE = (4, 5, 8)
+SITES = ("attention", "feed_forward")
 
 
 class Branch(nn.Module):
@@ -57,7 +63,7 @@ class ProbeModel(nn.Module):
 
     def __init__(
         self,
-        shape: tuple[int, int, int] = (4, 5, 8),
+        shape: tuple[int, int, int] = SHAPE,
         num_layers: int = 2,
         *,
         checkpointed: bool = False,
@@ -107,3 +113,31 @@ def gradient_masks(model: nn.Module) -> list[Tensor]:
             assert set(grad.unique().tolist()) <= {0.0, 2.0}
             masks.append(grad == 2.0)
     return masks
+
+
+def tokens(batch: int = 4, length: int = 5, device: str = "cpu") -> Tensor:
+    return torch.zeros(batch, length, dtype=torch.long, device=device)
+
+
+def probe(model: nn.Module | None = None, compile_it=xtrain.compile, **keywords):
+    """A compiled model, a ProbeModel unless another is given."""
+    model = ProbeModel() if model is None else model
+    return compile_it(model, **{"dropout": P, "seed": 0, "backend": "eager", **keywords})
+
+
+def oracle_mask(seed, step, layer, site, shape=SHAPE, first_sample=0) -> Tensor:
+    """NumPy's mask of one site."""
+    offset = first_sample * shape[1] * shape[2]
+    return torch.from_numpy(keep_mask(shape, P, site_seed(seed, step, layer, site), offset))
+
+
+def oracle_masks(seed, step, shape=SHAPE, num_layers=2, first_sample=0) -> list[Tensor]:
+    """NumPy's masks of all sites, in the order of `decode_masks`."""
+    sites = [(layer, site) for layer in range(num_layers) for site in SITES]
+    return [oracle_mask(seed, step, *site, shape, first_sample) for site in sites]
+
+
+def assert_masks(found, wanted, where="") -> None:
+    assert len(found) == len(wanted)
+    for k, (a, b) in enumerate(zip(found, wanted, strict=True)):
+        assert torch.equal(a.cpu(), b), f"{where}: masks of branch {k} differ"

@@ -10,27 +10,23 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from mask_oracle import keep_mask
-from probe_model import Block, P, ProbeModel, decode_masks
+from branch_oracle import both
+from probe_model import (
+    SHAPE,
+    SITES,
+    Block,
+    ProbeModel,
+    decode_masks,
+    oracle_mask,
+    probe,
+    tokens,
+)
 from torch import nn
 
 import xtrain
 from xtrain.compiler import CompiledModel, SiteError
 from xtrain.config import ConfigError, TrainSection
 from xtrain.model import Config, Transformer
-from xtrain.rng import site_seed
-
-SHAPE = (4, 5, 8)
-SITES = ("attention", "feed_forward")
-
-
-def tokens(batch=4, length=5):
-    return torch.zeros(batch, length, dtype=torch.long)
-
-
-def probe(model=None, **keywords):
-    model = ProbeModel() if model is None else model
-    return xtrain.compile(model, **{"dropout": P, "seed": 0, "backend": "eager", **keywords})
 
 
 def tiny(**overrides):
@@ -41,7 +37,7 @@ def tiny(**overrides):
 # --- the model's own interface ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("compile_it", [xtrain.compile, xtrain.compile_blocks])
+@both
 def test_names_and_state_are_the_models_own(compile_it):
     model = tiny()
     model.register_buffer("positions", torch.arange(3))
@@ -132,15 +128,15 @@ def test_to_another_dtype_compiles_anew_and_keeps_the_masks():
 def test_the_inner_model_alone_runs_without_our_dropout():
     for compile_it in (xtrain.compile, xtrain.compile_blocks):
         model = ProbeModel()
-        compiled = compile_it(model, dropout=P, seed=0, backend="eager")
+        compiled = probe(model, compile_it)
         compiled(tokens())
         assert compiled.inner(tokens()).unique().tolist() == [15.0]
         assert model.blocks[1](torch.zeros(SHAPE)).unique().tolist() == [12.0]
 
 
-@pytest.mark.parametrize("compile_it", [xtrain.compile, xtrain.compile_blocks])
+@both
 def test_copies_are_compiled_models_of_their_own(compile_it):
-    compiled = compile_it(ProbeModel(), dropout=P, seed=3, backend="eager")
+    compiled = probe(None, compile_it, seed=3)
     first = compiled(tokens())
     twin = copy.deepcopy(compiled)
     assert isinstance(twin, CompiledModel) and twin.inner is not compiled.inner
@@ -152,9 +148,9 @@ def test_copies_are_compiled_models_of_their_own(compile_it):
         copy.deepcopy(compiled).report()
 
 
-@pytest.mark.parametrize("compile_it", [xtrain.compile, xtrain.compile_blocks])
+@both
 def test_pickling_is_refused_and_the_inner_model_pickles(compile_it):
-    compiled = compile_it(ProbeModel(), dropout=P, seed=3, backend="eager")
+    compiled = probe(None, compile_it, seed=3)
     compiled(tokens())
     with pytest.raises(TypeError, match=r"cannot be pickled.*state_dict\(\).*compiled\.inner"):
         pickle.dumps(compiled)
@@ -162,7 +158,7 @@ def test_pickling_is_refused_and_the_inner_model_pickles(compile_it):
         copy.copy(compiled)
     loaded = pickle.loads(pickle.dumps(compiled.inner))
     assert loaded(tokens()).unique().tolist() == [15.0]
-    again = compile_it(loaded, dropout=P, seed=3, backend="eager")
+    again = probe(loaded, compile_it, seed=3)
     compiled.set_step(0)
     assert torch.equal(again(tokens()), compiled(tokens()))
 
@@ -262,45 +258,23 @@ def test_set_step_takes_any_kind_of_int():
         expected = out
     compiled.set_step(-7)
     masks = decode_masks(compiled(tokens()), 2)
-    keep = keep_mask(SHAPE, P, site_seed(0, -7, 0, "attention"))
-    assert torch.equal(masks[0], torch.from_numpy(keep))
+    assert torch.equal(masks[0], oracle_mask(0, -7, 0, "attention"))
 
 
 @pytest.mark.parametrize("seed", [5, -(2**63), 2**64 - 1, np.int64(5), torch.tensor(5)])
 def test_seeds_of_any_int(seed):
     masks = decode_masks(probe(seed=seed)(tokens()), 2)
-    keep = keep_mask(SHAPE, P, site_seed(int(seed), 0, 1, "feed_forward"))
-    assert torch.equal(masks[3], torch.from_numpy(keep))
+    assert torch.equal(masks[3], oracle_mask(int(seed), 0, 1, "feed_forward"))
 
 
-@pytest.mark.parametrize("compile_it", [xtrain.compile, xtrain.compile_blocks])
 @pytest.mark.parametrize("seed", [2**64, 2**80, -(2**63) - 1])
-def test_seeds_are_those_of_a_training_run(seed, compile_it):
+def test_seeds_are_those_of_a_training_run(seed):
     """Taken mod 2^64, 2^64 would be seed 0 without a word; xtrain.train refuses the same."""
-    with pytest.raises(ValueError, match=rf"seed must be from -2\^63 to 2\^64 - 1, got {seed}"):
-        compile_it(ProbeModel(), dropout=P, seed=seed)
+    for compile_it in (xtrain.compile, xtrain.compile_blocks):
+        with pytest.raises(ValueError, match=rf"seed must be from -2\^63 to 2\^64 - 1, got {seed}"):
+            probe(None, compile_it, seed=seed)
     with pytest.raises(ConfigError, match="seed"):
         TrainSection(seed=seed)
-
-
-def test_first_sample_where_samples_are_not_outermost():
-    class LengthFirst(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linears = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-
-        def forward(self, x):
-            x = x.transpose(0, 1)
-            for linear in self.linears:
-                x = x + linear(x)
-            return x.transpose(0, 1)
-
-    compiled = probe(LengthFirst())
-    x = torch.randn(4, 5, 8)
-    compiled(x)
-    compiled.set_step(1, first_sample=4)
-    with pytest.raises(ValueError, match=r"shape \(5, 4, 8\).*batch of 4.*first_sample=4"):
-        compiled(x)
 
 
 def test_numbers_before_the_samples_hold_no_batch():
@@ -323,7 +297,7 @@ def test_numbers_before_the_samples_hold_no_batch():
 # --- layers that share weights ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("compile_it", [xtrain.compile, xtrain.compile_blocks])
+@both
 def test_a_block_run_several_times_has_a_mask_for_each_run(compile_it):
     class Universal(nn.Module):
         def __init__(self):
@@ -338,13 +312,12 @@ def test_a_block_run_several_times_has_a_mask_for_each_run(compile_it):
                 outs.append(block(x))
             return torch.stack(outs)
 
-    compiled = compile_it(Universal(), dropout=P, seed=0, backend="eager")
+    compiled = probe(Universal(), compile_it)
     outs = compiled(tokens())
     for run, out in enumerate(outs):
         ending = f"_{run + 1}" if run else ""
         for mask, kind in zip(decode_masks(out, 1), SITES, strict=True):
-            keep = keep_mask(SHAPE, P, site_seed(0, 0, 0, kind + ending))
-            assert torch.equal(mask, torch.from_numpy(keep))
+            assert torch.equal(mask, oracle_mask(0, 0, 0, kind + ending))
     assert [s.layer for s in compiled.report().sites] == [0] * 6
 
 
@@ -372,7 +345,7 @@ def test_layers_that_share_a_part_keep_their_own_numbers():
     for compile_it in (xtrain.compile, xtrain.compile_blocks):
         model = ProbeModel()
         model.blocks[1].mlp = model.blocks[0].mlp
-        compiled = compile_it(model, dropout=P, seed=0, backend="eager")
+        compiled = probe(model, compile_it)
         outs.append(compiled(tokens()))
         names.append([s.name for s in compiled.report().sites])
     assert torch.equal(*outs) and names[0] == names[1]

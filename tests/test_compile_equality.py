@@ -6,14 +6,13 @@ import math
 
 import pytest
 import torch
-from mask_oracle import keep_mask
-from probe_model import ProbeModel, decode_masks
+from branch_oracle import hook_masks
+from probe_model import ProbeModel, assert_masks, decode_masks, oracle_masks, tokens
 from tolerances import assert_no_worse_than_plain
 
 import xtrain
 from xtrain import torch_compat
 from xtrain.model import Config, Transformer
-from xtrain.rng import site_seed
 
 BACKENDS = ["eager", "aot_eager", "inductor"]
 P = 0.1
@@ -161,19 +160,11 @@ def test_recompute_changes_no_bit_in_20_steps(backend, eager_runs):
 
 def test_eager_without_compile_of_the_same_masks(eager_runs):
     """The masks by hand on the plain model: hooks on its branches, no graph of ours at all."""
-    model, (tokens, targets) = tiny(), batch(0)
-
-    def hook(layer, site):
-        def drop(_, __, out):
-            keep = torch.from_numpy(keep_mask(tuple(out.shape), P, site_seed(1, 0, layer, site)))
-            return torch.where(keep, out * (1 / (1 - P)), 0.0)
-
-        return drop
-
+    model = tiny()
     for layer, block in enumerate(model.blocks):
-        block.attention.register_forward_hook(hook(layer, "attention"))
-        block.feed_forward.register_forward_hook(hook(layer, "feed_forward"))
-    assert_bitwise(step(model, model, (tokens, targets)), eager_runs[1][1], "first step")
+        sites = {block.attention: (layer, "attention"), block.feed_forward: (layer, "feed_forward")}
+        hook_masks(sites, P)
+    assert_bitwise(step(model, model, batch(0)), eager_runs[1][1], "first step")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -201,10 +192,9 @@ def test_the_mean_over_seeds_is_the_value_without_dropout(p):
     """E[out] = x: branch k adds 2^k / (1 - p) with probability 1 - p, so 15 in the mean."""
     model = ProbeModel()
     compiled = xtrain.compile(model, dropout=p, seed=9, backend="eager")
-    tokens = torch.zeros(4, 5, dtype=torch.long)
     runs = 400
     with torch.no_grad():
-        outs = torch.stack([compiled(tokens) for _ in range(runs)]).double()
+        outs = torch.stack([compiled(tokens()) for _ in range(runs)]).double()
     variance = p / (1 - p) * sum(4**k for k in range(4))
     assert abs(outs.mean() - 15) < 5 * (variance / outs.numel()) ** 0.5
     per_element = (outs.mean(0) - 15).abs().max()
@@ -215,7 +205,7 @@ def test_the_mean_over_seeds_is_the_value_without_dropout(p):
 def test_dropout_of_all_leaves_the_stream_and_zero_gradients():
     model = ProbeModel()
     compiled = xtrain.compile(model, dropout=1.0, seed=9, backend="aot_eager")
-    out = compiled(torch.zeros(4, 5, dtype=torch.long))
+    out = compiled(tokens())
     out.sum().backward()
     assert torch.equal(out, torch.zeros_like(out))
     for block in model.blocks:
@@ -229,17 +219,13 @@ def test_dropout_of_all_leaves_the_stream_and_zero_gradients():
 def test_twelve_layers_share_their_graphs_at_every_size(caplog):
     """Row C36: one graph, one more once sizes change; masks are each layer's own."""
     model = ProbeModel(shape=(9, 140, 4), num_layers=11)  # 22 digits fit into fp32
-    compiled = xtrain.compile_blocks(model, dropout=0.5, seed=2, backend="aot_eager")
+    compiled = xtrain.compile_blocks(model, dropout=0.5, seed=2, backend="eager")
     sizes = [(4, 128), (4, 96), (4, 64), (4, 32), (4, 33), (3, 33), (3, 128)]
     for i, (size, length) in enumerate(sizes):
-        out = compiled(torch.zeros(size, length, dtype=torch.long))
+        out = compiled(tokens(size, length))
         out.sum().backward()
         assert compiled.report().num_train_graphs == (1 if i == 0 else 2)
-        found = decode_masks(out, 11)
-        for k, mask in enumerate(found):
-            site = ("attention", "feed_forward")[k % 2]
-            keep = keep_mask(tuple(out.shape), 0.5, site_seed(2, i, k // 2, site))
-            assert torch.equal(mask, torch.from_numpy(keep)), f"step {i}, layer {k // 2}, {site}"
+        assert_masks(decode_masks(out, 11), oracle_masks(2, i, tuple(out.shape), 11), f"step {i}")
     assert "recompile_limit" not in caplog.text and "cache_size_limit" not in caplog.text
     assert [s.layer for s in compiled.report().sites] == [i // 2 for i in range(22)]
 

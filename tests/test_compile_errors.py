@@ -5,32 +5,18 @@ from __future__ import annotations
 import logging
 import random
 import re
-import warnings
 
 import pytest
 import torch
-from mask_oracle import keep_mask
-from probe_model import Block, P, ProbeModel, decode_masks
+from branch_oracle import both
+from probe_model import SHAPE, Block, P, ProbeModel, decode_masks, oracle_mask, probe, tokens
 from test_compile_moe import build, labelled
 from torch import nn
 
 import xtrain
-from xtrain import torch_compat
 from xtrain.compiler import SiteError
 from xtrain.compiler.backend import Backend
 from xtrain.model import Config, Transformer
-from xtrain.rng import site_seed
-
-SHAPE = (4, 5, 8)
-
-
-def tokens(batch=4, length=5):
-    return torch.zeros(batch, length, dtype=torch.long)
-
-
-def probe(model=None, **keywords):
-    model = ProbeModel() if model is None else model
-    return xtrain.compile(model, **{"dropout": P, "seed": 0, "backend": "eager", **keywords})
 
 
 def tiny(**overrides):
@@ -66,6 +52,8 @@ WRONG = {
     "disable_passes int": (lambda: probe(disable_passes=3), TypeError,
                            "disable_passes must be a list of names, got 3"),
     "strict str": (lambda: probe(strict="no"), TypeError, "strict must be True or False, got 'no'"),
+    "verify str": (lambda: probe(verify="yes"), TypeError,
+                   "verify must be True or False, got 'yes'"),
     "fullgraph int": (lambda: probe(fullgraph=3), TypeError, "fullgraph must be True or False"),
     "dynamic str": (lambda: probe(dynamic="auto"), TypeError,
                     "dynamic must be True, False or None, got 'auto'"),
@@ -147,10 +135,10 @@ def test_a_model_without_a_site_is_an_error():
     assert torch.equal(loose(tokens()), compiled.inner(tokens()))
 
 
-@pytest.mark.parametrize("compile_it", [xtrain.compile, xtrain.compile_blocks])
+@both
 def test_fewer_sites_than_reported_are_an_error(compile_it):
     model = Skipping(num_layers=3)
-    compiled = compile_it(model, dropout=P, seed=0, backend="eager")
+    compiled = probe(model, compile_it)
     compiled(tokens())
     model.left_out = (1,)
     match = r"ran 4 residual sites of 6; missing: blocks.1.attention, blocks.1.feed_forward"
@@ -159,17 +147,20 @@ def test_fewer_sites_than_reported_are_an_error(compile_it):
     compiled.eval()
     compiled(tokens())  # evaluation has no sites to miss
     model.train()
-    loose = compile_it(model, dropout=P, seed=0, backend="eager", strict=False)
+    loose = probe(model, compile_it, strict=False)
     loose(tokens())
     model.left_out = (2,)
     loose.set_step(0)
     masks = decode_masks(loose(tokens()), 2)
-    keep = keep_mask(SHAPE, P, site_seed(0, 0, 1, "attention"))
-    assert torch.equal(masks[2], torch.from_numpy(keep)), "a layer keeps its number"
+    keep = oracle_mask(0, 0, 1, "attention")
+    assert torch.equal(masks[2], keep), "a layer keeps its number"
 
 
 def test_a_branch_that_a_break_cuts_trains_without_dropout_and_the_report_says_so():
-    """The piece with the add sees two inputs alike: dropout on a guess could fall on the stream."""
+    """The piece with the add sees two inputs alike: dropout on a guess could fall on the stream.
+
+    Strict mode refuses it.
+    """
     compiled = probe(ProbeModel(breaks="inside a branch"), strict=False)
     out = compiled(tokens())
     assert [s.name for s in compiled.last_executed_sites] == [
@@ -177,11 +168,12 @@ def test_a_branch_that_a_break_cuts_trains_without_dropout_and_the_report_says_s
     ]  # fmt: skip
     masks = decode_masks(out - 2 - 8, 4)  # the feed-forwards add their constants undropped
     for layer in range(2):
-        keep = keep_mask(SHAPE, P, site_seed(0, 0, layer, "attention"))
-        assert torch.equal(masks[2 * layer], torch.from_numpy(keep))
+        assert torch.equal(masks[2 * layer], oracle_mask(0, 0, layer, "attention"))
     (line,) = compiled.report().uncovered
     assert "gets a branch and a stream from different graphs" in line and "self.mlp(x)" in line
     assert f"places that train without dropout: 1\nuncovered: {line}" in str(compiled.report())
+    with pytest.raises(SiteError, match=r"graph break.*strict=False"):
+        probe(ProbeModel(breaks="inside a branch"))(tokens())
 
 
 def test_blocks_may_differ_where_each_sum_is_accounted_for():
@@ -213,7 +205,7 @@ def test_layers_past_the_recompile_limit_are_an_error_that_says_so():
     model.blocks = nn.ModuleList(Named(SHAPE, i) for i in range(3))
     for i, block in enumerate(model.blocks):
         block.own_name = f"layer {i}"
-    compiled = xtrain.compile_blocks(model, dropout=P, seed=0, backend="eager")
+    compiled = probe(model, xtrain.compile_blocks)
     with torch._dynamo.config.patch(recompile_limit=1):
         with pytest.raises(SiteError, match=r"ran outside.*recompile_limit.*use_cache=False"):
             compiled(tokens())
@@ -242,17 +234,17 @@ def test_disabling_the_insertion_leaves_no_dropout():
     assert probe(strict=False, **keywords)(tokens()).unique().tolist() == [15.0]
 
 
-@pytest.mark.parametrize("compile_it", [xtrain.compile, xtrain.compile_blocks])
+@both
 def test_a_layer_that_was_not_there_is_an_error_that_says_so(compile_it):
     model = ProbeModel()
-    compiled = compile_it(model, dropout=P, seed=0, backend="eager")
+    compiled = probe(model, compile_it)
     compiled(tokens())
     model.blocks.append(Block(SHAPE, 2))
     with pytest.raises(
         SiteError, match="blocks holds 3 modules and held 2. Call xtrain.compile ag"
     ):
         compiled(tokens())
-    loose = compile_it(model, dropout=P, seed=0, backend="eager", strict=False)
+    loose = probe(model, compile_it, strict=False)
     loose(tokens())
     model.blocks.append(Block(SHAPE, 3))
     if compile_it is xtrain.compile:
@@ -312,9 +304,9 @@ class LayerDrop(ProbeModel):
 @pytest.mark.parametrize("how", HOW)
 def test_a_random_branch_is_named_with_what_to_do(how):
     """Each forward is accounted for by itself; one with fewer sites than before is an error."""
-    torch._dynamo.reset()
-    compiled = xtrain.compile(LayerDrop(how, 0.0), dropout=P, seed=0, backend="eager")
+    compiled = probe(LayerDrop(how, 0.0))
     compiled(tokens())
+    assert len(compiled.last_executed_sites) == 6, "probability 0 keeps every site"
     compiled.rate = 1.0
     with pytest.raises(SiteError) as error:
         compiled(tokens())
@@ -323,20 +315,13 @@ def test_a_random_branch_is_named_with_what_to_do(how):
     assert re.search(r"The graph broke at \S*test_compile_errors.py:\d+ \(.*: `if ", text)
     assert "decided at random" in text and "layerdrop" in text and "strict=False" in text
     assert "experts" not in text
-    loose = xtrain.compile(LayerDrop(how, 1.0), dropout=P, seed=0, backend="eager", strict=False)
+    loose = probe(LayerDrop(how, 1.0), strict=False)
     loose(tokens())
     assert [s.layer for s in loose.last_executed_sites] == [0, 0, 2, 2]
 
 
-@pytest.mark.parametrize("how", ["tensor", "python"])
-def test_probability_0_keeps_every_site(how):
-    compiled = xtrain.compile(LayerDrop(how, 0.0), dropout=P, seed=0, backend="eager")
-    compiled(tokens())
-    assert len(compiled.last_executed_sites) == 6
-
-
 def test_a_block_that_did_not_run_is_named_where_blocks_are_compiled_one_by_one():
-    compiled = xtrain.compile_blocks(LayerDrop("python", 0.0), dropout=P, seed=0, backend="eager")
+    compiled = probe(LayerDrop("python", 0.0), xtrain.compile_blocks)
     compiled(tokens())
     compiled.rate = 1.0
     with pytest.raises(SiteError, match=r"blocks.1 did not run in this forward: .*at random"):
@@ -358,7 +343,7 @@ def test_a_break_that_no_value_causes_gets_no_advice_on_values():
     model.blocks[0].mlp = Printing(model.blocks[0].mlp)
     torch._dynamo.reset()
     with pytest.raises(SiteError) as error:
-        xtrain.compile(model, dropout=P, seed=0, backend="eager")(tokens())
+        probe(model)(tokens())
     text = str(error.value)
     assert "`torch._dynamo.graph_break()`" in text and "Take out what breaks it (Dynamo: " in text
     assert "experts" not in text and "at random" not in text
@@ -374,11 +359,11 @@ def test_layer_drop_of_transformers_is_named():
     torch._dynamo.reset()
     ids = torch.arange(3, 21).view(2, 9)
     with pytest.raises(SiteError, match=r"`if dropout_probability < self.layerdrop:`.*at random"):
-        xtrain.compile(model, dropout=P, seed=0, backend="eager")(input_ids=ids, labels=ids)
+        probe(model)(input_ids=ids, labels=ids)
 
 
 def test_modules_of_a_piece_are_spelt_plainly():
-    from xtrain.compiler.seeds import ENTRY_ROOT, readable_path, without_locals
+    from xtrain.compiler.compile_report import ENTRY_ROOT, readable_path, without_locals
 
     assert readable_path("L['self'].self_attn") == "self.self_attn"
     assert readable_path(f"{ENTRY_ROOT}.layers.0") == "layers.0"
@@ -435,12 +420,14 @@ def place_in_this_file(text):
         return source.read().splitlines()[int(line[1]) - 1]
 
 
-@pytest.mark.parametrize("compile_it", [xtrain.compile, xtrain.compile_blocks])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    ("compile_it", "backend"),
+    [(xtrain.compile, "inductor"), (xtrain.compile_blocks, "aot_eager")],
+)
 def test_an_op_in_a_branch_that_cannot_be_traced_is_refused_at_once(graphs, backend, compile_it):
     model = ProbeModel()
     model.blocks[1].mlp = nn.Sequential(model.blocks[1].mlp, Rows())
-    compiled = compile_it(model, dropout=P, seed=0, backend=backend)
+    compiled = probe(model, compile_it, backend=backend)
     with pytest.raises(SiteError) as error:
         compiled(tokens())
     text = str(error.value)
@@ -461,7 +448,7 @@ def test_an_op_behind_the_stream_costs_no_site(graphs):
         def forward(self, tokens):
             return self.head(self.body(tokens))
 
-    compiled = xtrain.compile(Headed(), dropout=P, seed=0, backend="aot_eager")
+    compiled = probe(Headed(), backend="aot_eager")
     compiled(tokens()).sum().backward()
     assert len(compiled.last_executed_sites) == 4 and compiled.report().uncovered == []
     assert len(graphs) > 1
@@ -482,7 +469,7 @@ def test_what_a_failure_leaves_to_eager_is_named_by_later_refusals(graphs):
             x = self.rows(x)
             return x + (x @ third).relu() @ fourth
 
-    compiled = xtrain.compile(Between(), dropout=P, seed=0, backend="aot_eager")
+    compiled = probe(Between(), backend="aot_eager")
     with pytest.raises(SiteError) as error:
         compiled(torch.ones(2, 3, 8))
     text = str(error.value)
@@ -490,39 +477,12 @@ def test_what_a_failure_leaves_to_eager_is_named_by_later_refusals(graphs):
     assert "# the place of the failure" in place_in_this_file(text)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_transformers_grouped_experts_on_fp32_weights(graphs, family):
+def test_transformers_grouped_experts_on_fp32_weights(graphs, family="mixtral"):
     """Their fallback's backward reads the experts' offsets; batched_mm trains."""
-    compiled = xtrain.compile(build(family, "grouped_mm"), dropout=P, seed=1, backend="aot_eager")
+    compiled = probe(build(family, "grouped_mm"), backend="aot_eager")
     with pytest.raises(SiteError, match=r"transformers/integrations/moe.py:\d+, in its backward"):
         compiled(**labelled())
     assert len(graphs) == 1
-    other = xtrain.compile(build(family, "batched_mm"), dropout=P, seed=1, backend="aot_eager")
+    other = probe(build(family, "batched_mm"), backend="aot_eager")
     other(**labelled()).loss.backward()
     assert len(other.last_executed_sites) == 4
-
-
-def test_errors_of_a_backward_name_the_op_in_the_forward():
-    found = []
-
-    def backend(module, inputs):
-        with torch_compat.noting_backward_errors() as stacks:
-            warnings.warn("another", UserWarning, stacklevel=1)
-            try:
-                return torch_compat.inner_backend("aot_eager", mode=None, options={}, dynamic=None)(
-                    module, inputs
-                )
-            except Exception as error:
-                assert torch_compat.leaves_code_to_eager(error)
-                found.append(torch_compat.frames(torch_compat.forward_stack(error, stacks))[-1])
-                raise
-
-    x = torch.ones(3, requires_grad=True)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.compile(lambda x: Rows()(x).sin(), backend=backend)(x)
-    assert "# the place of the failure" in open(__file__).read().splitlines()[int(found[0][1]) - 1]
-    texts = [str(w.message) for w in caught]
-    assert "another" in texts and not any("Error detected" in text for text in texts)
-    assert not torch_compat.leaves_code_to_eager(ValueError("rows"))
-    assert torch_compat.forward_stack(ValueError("rows"), []) == ""

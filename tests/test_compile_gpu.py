@@ -1,15 +1,23 @@
-"""xtrain.compile on a GPU: masks, modes, swaps."""
+"""xtrain.compile on a GPU: masks, modes, swaps, opaque ops called without the dispatcher."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from mask_oracle import keep_mask
-from probe_model import P, ProbeModel, decode_masks, gradient_masks
+from probe_model import (
+    P,
+    ProbeModel,
+    assert_masks,
+    decode_masks,
+    gradient_masks,
+    oracle_masks,
+    tokens,
+)
 
 import xtrain
+from xtrain import torch_compat
 from xtrain.model import Config, Transformer
-from xtrain.rng import site_seed
+from xtrain.ops.launch import replay
 
 pytestmark = pytest.mark.gpu
 
@@ -17,26 +25,12 @@ SEED = 1234
 SHAPE = (4, 37, 72)  # odd length, a row that is no multiple of a block
 
 
-def expected(step, first_sample=0):
-    offset = first_sample * SHAPE[1] * SHAPE[2]
-    return [
-        torch.from_numpy(keep_mask(SHAPE, P, site_seed(SEED, step, layer, site), offset))
-        for layer in range(2)
-        for site in ("attention", "feed_forward")
-    ]
-
-
-def tokens():
-    return torch.zeros(SHAPE[:2], dtype=torch.long, device="cuda")
-
-
 def check(model, compiled, step, first_sample=0):
     model.zero_grad(set_to_none=True)
-    out = compiled(tokens())
+    out = compiled(tokens(*SHAPE[:2], "cuda"))
     out.sum().backward()
     for found in (decode_masks(out.cpu(), 2), gradient_masks(model)):
-        for a, b in zip(found, expected(step, first_sample), strict=True):
-            assert torch.equal(a.cpu(), b)
+        assert_masks(found, oracle_masks(SEED, step, SHAPE, first_sample=first_sample))
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
@@ -101,13 +95,13 @@ def test_two_runs_are_bitwise_equal(recompute):
 
 
 DEVICE = torch.device("cuda")
+WIDE = Config.preset("tiny", vocab_size=512, dim=256, n_heads=4, n_kv_heads=2, ffn_hidden=512)
 
 
 def trained(kernels, backend="inductor", dtype=torch.float32, autocast=True):
     """(compiled, [loss, every gradient]) of one step with dropout."""
     torch.manual_seed(0)
-    config = Config.preset("tiny", vocab_size=512, dim=256, n_heads=4, n_kv_heads=2, ffn_hidden=512)
-    model = Transformer(config).to(dtype).to(DEVICE)
+    model = Transformer(WIDE).to(dtype).to(DEVICE)
     ids = torch.randint(512, (4, 129), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     compiled = xtrain.compile(model, dropout=0.1, seed=1, backend=backend, kernels=kernels)
     with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
@@ -141,3 +135,75 @@ def test_values_and_gradients_by_form(kernels, backend, truth):
     if kernels == "triton" or backend == "aot_eager":
         assert set(results["fuse_dropout_add_rms_norm"].forms) == {"kernel"}
         assert set(results["use_triton_swiglu"].forms) == {"kernel"}
+
+
+# --- opaque ops in compiled code, to the same bits ------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def deterministic():
+    """Otherwise inductor adds up the embedding's gradient by atomics, differently every time."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def steps(mode: str | None, num_steps: int = 4) -> list[torch.Tensor]:
+    """Losses and gradients of some steps of a small model with dropout, bf16 autocast."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Transformer(WIDE).cuda()
+    ids = torch.randint(512, (num_steps, 4, 129), device="cuda")
+    compiled = xtrain.compile(model, dropout=0.1, seed=1, mode=mode)
+    found = []
+    for batch in ids:
+        torch.compiler.cudagraph_mark_step_begin()
+        model.zero_grad(set_to_none=True)
+        with torch.autocast("cuda", torch.bfloat16):
+            _, loss = compiled(
+                batch[:, :-1].contiguous(), batch[:, 1:].contiguous(), return_logits=False
+            )
+        loss.backward()
+        found += [loss.detach().clone(), *(p.grad.clone() for p in model.parameters())]
+    return found
+
+
+@pytest.fixture(scope="module")
+def by_the_op(deterministic) -> list[torch.Tensor]:
+    """The same steps where inductor's code calls the ops, which give one set of bits."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_compat.lowering, "_calls_directly", lambda node: False)
+        with torch._inductor.utils.fresh_cache():
+            found, again = steps(None), steps(None)
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+    return found
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_bits_are_those_of_the_ops(mode, by_the_op):
+    for call in replay.CALLS.values():
+        call._plans.clear()
+    replay.SITES.clear()  # another test's compile of the same shapes may have left its plans there
+    with torch._inductor.utils.fresh_cache():
+        found = steps(mode)
+    for a, b in zip(found, by_the_op, strict=True):
+        assert torch.equal(a, b)
+    plans = {name: list(call._plans.values()) for name, call in replay.CALLS.items()}
+    used = [name for name, found in plans.items() if found]
+    for name in ("dropout_add_rms_norm", "rope_qk", "sdpa"):
+        assert name in used and f"{name}_backward" in used
+    assert not [name for name in used if None in plans[name]]
+
+
+def test_a_cached_graph_finds_the_calls(by_the_op):
+    """The second compile loads the code from disk."""
+    from torch._dynamo.utils import counters
+
+    with torch._inductor.utils.fresh_cache():
+        steps(None, 1)
+        counters.clear()
+        found = steps(None)
+        hits = counters["inductor"]["fxgraph_cache_hit"]
+        assert hits or counters["aot_autograd"]["autograd_cache_hit"]
+    for a, b in zip(found, by_the_op, strict=True):
+        assert torch.equal(a, b)

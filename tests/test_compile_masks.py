@@ -11,13 +11,12 @@ import importlib.util
 import pytest
 import torch
 import torch.nn.functional as F
+from branch_oracle import both
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import xtrain
 from xtrain.compiler import SiteError
-
-BOTH = pytest.mark.parametrize("compile_it", [xtrain.compile, xtrain.compile_blocks])
 
 
 class Block(nn.Module):
@@ -115,7 +114,8 @@ def _into_buffer(x):
 @pytest.mark.parametrize("name", NOT_OUTERMOST)
 def test_samples_that_are_not_outermost_are_refused(name):
     """Leading sizes are multiples of the batch here, and say nothing."""
-    with pytest.raises(ValueError, match=r"site layers\.0\.feed_forward.*first_sample=2"):
+    said = r"site layers\.0\.feed_forward.*shape \(.*batch of 2.*first_sample=2"
+    with pytest.raises(ValueError, match=said):
         cut(made(Model(NOT_OUTERMOST[name])), torch.randn(4, 8, 16))
 
 
@@ -274,7 +274,10 @@ def test_a_batch_that_a_graph_keeps_in_order_keeps_its_masks(name):
 
 
 def placed(kind):
-    """A model that applies `set_to[0]` in code that no graph holds, between its blocks."""
+    """A model that applies `set_to[0]` in code that no graph holds, between its blocks.
+
+    Both kinds of code are followed in the same way: behind a graph break some functions will do.
+    """
     set_to = []
 
     def apply(x):
@@ -294,7 +297,8 @@ def test_a_batch_that_code_beside_graphs_reorders_is_refused(kind):
         return torch.from_numpy(x.detach().numpy()[::-1].copy())
 
     compiled, set_to = placed(kind)
-    for name, function in {**NOT_OUTERMOST, **REORDERED, "past torch": past_torch}.items():
+    functions = {**NOT_OUTERMOST, **REORDERED, "past torch": past_torch}
+    for name, function in list(functions.items())[:: 1 if kind == "between blocks" else 4]:
         set_to[:] = [function]
         try:
             cut(compiled, torch.randn(4, 8, 16))
@@ -308,7 +312,7 @@ def test_a_batch_that_code_beside_graphs_reorders_is_refused(kind):
 @EAGER
 def test_a_batch_that_code_beside_graphs_keeps_in_order_keeps_its_masks(kind):
     compiled, set_to = placed(kind)
-    for name, function in IN_ORDER.items():
+    for name, function in list(IN_ORDER.items())[:: 1 if kind == "between blocks" else 4]:
         set_to[:] = [function]
         assert cut(compiled, torch.randn(4, 6, 16)), name
 
@@ -330,7 +334,7 @@ class Positions(nn.Module):
         return h
 
 
-@pytest.mark.parametrize("length", [4, 6, 8])
+@pytest.mark.parametrize("length", [4, 8])
 @pytest.mark.parametrize("what", ["one row", "no rows", "table"])
 def test_the_order_of_arguments_does_not_say_which_is_the_batch(what, length):
     more = {
@@ -347,7 +351,7 @@ def test_the_order_of_arguments_does_not_say_which_is_the_batch(what, length):
         assert torch.equal(compiled(**arguments), whole[2:])
 
 
-@BOTH
+@both
 def test_transformers_keep_their_masks_when_a_batch_is_cut(compile_it):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
@@ -448,7 +452,7 @@ CHOICES = {
 }
 
 
-@BOTH
+@both
 def test_a_modules_own_mode_decides_for_the_sites_inside_it(compile_it):
     """As for nn.Dropout in it; one graph more serves every choice, the ordinary one stays."""
     compiled = made(Top(), compile_it)
@@ -504,7 +508,7 @@ class WithLoss(Model):
         return [name for name, _ in self.named_parameters()]
 
 
-@BOTH
+@both
 def test_gradients_in_eval_mode_are_warned_of_once(compile_it, recwarn):
     compiled = made(Model(), compile_it)
     x = torch.randn(2, 4, 16)
@@ -522,7 +526,7 @@ def test_gradients_in_eval_mode_are_warned_of_once(compile_it, recwarn):
     assert not recwarn.list
 
 
-@BOTH
+@both
 def test_a_method_that_trains_past_the_compiled_forward_is_warned_of_once(compile_it, recwarn):
     compiled = made(WithLoss(), compile_it)
     x = torch.randn(2, 4, 16)
@@ -545,7 +549,7 @@ def test_a_method_that_trains_past_the_compiled_forward_is_warned_of_once(compil
 # --- what a compiled model cannot be called in, or can ------------------------------------------
 
 
-@BOTH
+@both
 def test_a_torch_compile_around_a_compiled_model_runs_its_graphs(compile_it, capsys):
     compiled = made(Model(), compile_it)
     x = torch.randn(2, 4, 16)
@@ -559,7 +563,7 @@ def test_a_torch_compile_around_a_compiled_model_runs_its_graphs(compile_it, cap
     assert "Exception ignored" not in capsys.readouterr().err
 
 
-@BOTH
+@both
 def test_function_transforms_nested_tensors_and_meta_are_refused_by_name(compile_it):
     compiled = made(Model(), compile_it)
     x = torch.randn(2, 4, 16)
@@ -583,7 +587,7 @@ class Jagged(Model):
         return rows.values()
 
 
-@BOTH
+@both
 def test_a_nested_tensor_made_inside_a_model_is_refused_in_a_sentence(compile_it):
     with pytest.raises(
         SiteError, match=r"nested tensor that the model makes.*pad its rows"
@@ -592,7 +596,7 @@ def test_a_nested_tensor_made_inside_a_model_is_refused_in_a_sentence(compile_it
     assert "\n" not in str(told.value)
 
 
-@BOTH
+@both
 def test_code_that_no_import_finds_compiles(compile_it, tmp_path):
     """Dynamo imports the module of what it traces by name; torch.compile runs such a model."""
     (tmp_path / "hidden.py").write_text(

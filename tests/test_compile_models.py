@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from mask_oracle import keep_mask
+from branch_oracle import hook_masks_of_llama
 from torch import Tensor, nn
 
 import xtrain
+from bench.coverage.check import masks_agree, recorded_dropout, spelt_sites
 from xtrain.compiler import SiteError
 from xtrain.model import Block, Config, RMSNorm, Transformer
-from xtrain.rng import site_seed
 
 P = 0.5
 PAIR = ["attention", "feed_forward"]
@@ -46,7 +46,6 @@ FAMILIES = {
     name: (values, [("model.layers.0", PAIR), ("model.layers.1", PAIR)])
     for name, values in {
         "llama": GROUPED,
-        "mistral": GROUPED,
         "qwen3": GROUPED,
         "gemma": GROUPED,
         "gemma2": GROUPED,  # sandwich norm
@@ -154,16 +153,7 @@ def test_masks_of_a_foreign_model_are_the_oracles():
     model, _ = build("llama")
     compiled = xtrain.compile(model, dropout=P, seed=1, backend="eager")
     found = compiled(**labelled("llama"))
-
-    def drop(layer, site, out):
-        keep = torch.from_numpy(keep_mask(tuple(out.shape), P, site_seed(1, 0, layer, site)))
-        return torch.where(keep, out * (1 / (1 - P)), 0.0)
-
-    for i, block in enumerate(model.model.layers):
-        block.self_attn.register_forward_hook(
-            lambda _, __, out, i=i: (drop(i, "attention", out[0]), *out[1:])
-        )
-        block.mlp.register_forward_hook(lambda _, __, out, i=i: drop(i, "feed_forward", out))
+    hook_masks_of_llama(model)
     expected = model(**labelled("llama"))
     assert torch.equal(found.logits, expected.logits) and torch.equal(found.loss, expected.loss)
 
@@ -224,8 +214,6 @@ def spelt(n_layers, block=Block, norm=RMSNorm):
 @pytest.mark.parametrize(
     ("n_layers", "block", "norm"),
     [
-        (1, Block, RMSNorm),
-        (4, Block, RMSNorm),
         (4, AddFunction, RMSNorm),
         (1, AddInPlace, RMSNorm),
         (1, AddMethod, RMSNorm),
@@ -279,3 +267,68 @@ def test_torchs_own_encoder_layers(norm_first):
     assert names == [(f"layers.{i}.{site}", "xtrain") for i in range(2) for site in PAIR]
     unseeded = compiled.report().unseeded
     assert sum("attention probabilities (p = 0.1)" in line for line in unseeded) == 2
+
+
+# --- images and speech: masks by the oracle, p = 0 to the bit -------------------------------------
+
+
+WIDTH = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48)
+IMAGE = dict(WIDTH, image_size=16, patch_size=4)
+TEXT = dict(WIDTH, vocab_size=64, max_position_embeddings=16)
+TOKENS = dict(bos_token_id=1, eos_token_id=2, pad_token_id=0, decoder_start_token_id=1)
+SPEECH = dict(TOKENS, d_model=32, vocab_size=64, dropout=0.0, num_mel_bins=8)
+SPEECH |= {f"{side}_{name}": value for side in ("encoder", "decoder")
+           for name, value in dict(layers=2, attention_heads=2, ffn_dim=48).items()}  # fmt: skip
+SPEECH |= dict(max_source_positions=16, max_target_positions=32)
+
+# class -> (model type, configuration, inputs by name, sites: a word a block)
+MODALITIES = {
+    "ViTForImageClassification": (
+        "vit", dict(IMAGE, hidden_dropout_prob=0.0, num_labels=3), ("pixel_values",), "AF AF"
+    ),
+    "CLIPModel": (
+        "clip", dict(text_config=TEXT, vision_config=IMAGE, projection_dim=16),
+        ("input_ids", "pixel_values", "return_loss"), "AF AF AF AF",
+    ),
+    "WhisperForConditionalGeneration": (  # breaks at its random layer drop, of probability 0
+        "whisper", SPEECH, ("input_features", "labels"), "AF AF ACF ACF"
+    ),
+}  # fmt: skip
+
+
+def build_modality(name):
+    transformers = pytest.importorskip("transformers")
+    kind, values, wanted, sites = MODALITIES[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, name)(transformers.AutoConfig.for_model(kind, **values)).train()
+    ids = torch.arange(3, 21).view(2, 9)
+    given = dict(input_ids=ids, labels=ids, return_loss=True)
+    given |= dict(pixel_values=torch.randn(2, 3, 16, 16), input_features=torch.randn(2, 8, 32))
+    return model, {key: given[key] for key in wanted}, sites
+
+
+def scalar(output):
+    loss = getattr(output, "loss", None)
+    return output.logits.square().mean() if loss is None else loss
+
+
+def train(model, compiled, call):
+    model.zero_grad(set_to_none=True)
+    loss = scalar(compiled(**call))
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("name", MODALITIES)
+def test_sites_masks_and_p_0(name):
+    model, call, sites = build_modality(name)
+    compiled = xtrain.compile(model, dropout=P, seed=1, backend="eager")
+    with recorded_dropout() as drops:
+        train(model, compiled, call)
+    report = compiled.report()
+    assert spelt_sites(report.sites) == sites and report.uncovered == []
+    assert len(compiled.last_executed_sites) == len(report.sites) == len(drops)
+    assert masks_agree(report.sites, drops) is True
+    plain = train(model, model, call)
+    absent = train(model, xtrain.compile(model, dropout=0.0, backend="eager"), call)
+    assert len(plain) == len(absent) and all(map(torch.equal, plain, absent))

@@ -7,12 +7,11 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from mask_oracle import keep_mask
+from branch_oracle import both, hook_masks, hook_masks_of_llama
 from torch import nn
 
 import xtrain
 from xtrain.compiler import SiteError
-from xtrain.rng import site_seed
 
 P, D, EXPERTS, LAYERS = 0.5, 8, 4, 3
 
@@ -116,27 +115,13 @@ class Model(nn.Module):
         return x
 
 
-def masked(model, sites):
-    """Hook NumPy's masks to these sites of every block: the plain model is then the truth."""
-
-    def drop(seed):
-        def hook(_, __, value):
-            keep = torch.from_numpy(keep_mask(tuple(value.shape), P, seed))
-            return torch.where(keep, value * (1 / (1 - P)), 0.0)
-
-        return hook
-
-    for layer, block in enumerate(model.blocks):
-        for site in sites:
-            getattr(block, site).register_forward_hook(drop(site_seed(1, 0, layer, site)))
-
-
 def check(how, sites, compile_it, **keywords):
     """Compile a model, train one step, and hold it to the plain model under the sites' masks."""
     torch.manual_seed(0)
     model, truth = Model(how), Model(how)
     truth.load_state_dict(model.state_dict())
-    masked(truth, sites)
+    for layer, block in enumerate(truth.blocks):
+        hook_masks({getattr(block, site): (layer, site) for site in sites})
     tokens = torch.arange(12).view(2, 6)
     compiled = compile_it(model, dropout=P, seed=1, **keywords)
     found, wanted = compiled(tokens), truth(tokens)
@@ -153,14 +138,14 @@ def check(how, sites, compile_it, **keywords):
     return report
 
 
-@pytest.mark.parametrize("compile_it", [xtrain.compile, xtrain.compile_blocks])
+@both
 @pytest.mark.parametrize("how", WHOLE)
 def test_experts_in_one_graph(how, compile_it):
     report = check(how, ["attention", "feed_forward"], compile_it, backend="eager")
     assert report.uncovered == [] and report.num_train_graphs == 1
 
 
-@pytest.mark.parametrize("compile_it", [xtrain.compile, xtrain.compile_blocks])
+@both
 @pytest.mark.parametrize("how", BROKEN)
 def test_a_break_in_the_experts_names_its_place_and_what_to_do(how, compile_it):
     compiled = compile_it(Model(how), dropout=P, seed=1, backend="eager")
@@ -174,10 +159,10 @@ def test_a_break_in_the_experts_names_its_place_and_what_to_do(how, compile_it):
     assert "grouped or batched products" in text and "strict=False" in text
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("how", BROKEN)
-def test_a_break_leaves_the_sites_of_both_sides_their_masks(how, backend):
+def test_a_break_leaves_the_sites_of_both_sides_their_masks(how):
     """Attention lies before the break of its layer and behind those of the layers before."""
+    backend = "aot_eager" if how == "by_where" else "eager"
     report = check(how, ["attention"], xtrain.compile, backend=backend, strict=False)
     assert len(report.uncovered) == 1 and report.num_train_graphs > 1
     assert re.search(r"the add at \S*test_compile_moe.py:\d+", report.uncovered[0])
@@ -216,8 +201,9 @@ def labelled():
     return dict(input_ids=ids, labels=ids, use_cache=False)
 
 
-@pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("family", "implementation"), [("mixtral", "batched_mm"), ("qwen3_moe", "grouped_mm")]
+)
 def test_transformers_experts_as_products(family, implementation):
     model = build(family, implementation)
     compiled = xtrain.compile(model, dropout=P, seed=1, backend="eager")
@@ -225,16 +211,7 @@ def test_transformers_experts_as_products(family, implementation):
     sites = [s.name for s in compiled.report().sites]
     kinds = ("attention", "feed_forward")
     assert sites == [f"model.layers.{i}.{kind}" for i in range(2) for kind in kinds]
-
-    def drop(layer, site, out):
-        keep = torch.from_numpy(keep_mask(tuple(out.shape), P, site_seed(1, 0, layer, site)))
-        return torch.where(keep, out * (1 / (1 - P)), 0.0)
-
-    for i, block in enumerate(model.model.layers):
-        block.self_attn.register_forward_hook(
-            lambda _, __, out, i=i: (drop(i, "attention", out[0]), *out[1:])
-        )
-        block.mlp.register_forward_hook(lambda _, __, out, i=i: drop(i, "feed_forward", out))
+    hook_masks_of_llama(model)
     assert torch.equal(found.logits, model(**labelled()).logits)
 
 

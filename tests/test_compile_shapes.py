@@ -10,13 +10,12 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from mask_oracle import keep_mask
+from branch_oracle import SEED, both, hook_masks_of_llama
 from torch import nn
 
 import xtrain
-from xtrain.compiler.layer_state import DictView, LayerView, floats_of_layer, numbers_of_layers
+from xtrain.compiler.entries import DictView, LayerView, floats_of_layer, numbers_of_layers
 from xtrain.model import Config, Transformer
-from xtrain.rng import site_seed
 
 VOCAB = 64
 SIZES = [(4, 128), (4, 96), (4, 64), (4, 32), (4, 33), (3, 33), (3, 128)]
@@ -55,7 +54,7 @@ def losses(model, sizes):
 
 
 def compiled_with(compile_it, model, **options):
-    options = {"dropout": 0.5, "seed": 2, "backend": "eager", "existing": "replace", **options}
+    options = {"dropout": 0.5, "seed": SEED, "backend": "eager", "existing": "replace", **options}
     return compile_it(model, **options)
 
 
@@ -83,7 +82,7 @@ def test_graphs_over_changing_lengths_and_batches(family, dynamic, number):
     assert num_graphs(compiled) == (number + 1, number)
 
 
-@pytest.mark.parametrize("compile_it", [xtrain.compile, xtrain.compile_blocks])
+@both
 def test_an_evaluation_at_other_sizes_leaves_the_training_graph_alone(compile_it):
     compiled = compiled_with(compile_it, build("ours"))
     for _ in range(3):
@@ -145,16 +144,7 @@ def test_the_cache_and_the_masks_of_layers_that_share_a_graph():
     """Logits, cache and gradients; the truth is the plain model with NumPy's masks in hooks."""
     model = build("llama", n_layers=3)
     plain = copy.deepcopy(model)
-
-    def drop(layer, site, out):
-        keep = keep_mask(tuple(out.shape), 0.5, site_seed(2, 0, layer, site))
-        return torch.where(torch.from_numpy(keep), out * 2, 0.0)
-
-    for i, block in enumerate(plain.model.layers):
-        block.self_attn.register_forward_hook(
-            lambda _, __, out, i=i: (drop(i, "attention", out[0]), *out[1:])
-        )
-        block.mlp.register_forward_hook(lambda _, __, out, i=i: drop(i, "feed_forward", out))
+    hook_masks_of_llama(plain)
     ids = batch(2, 9)
     compiled = compiled_with(xtrain.compile_blocks, model)
     found, expected = (m(input_ids=ids, labels=ids) for m in (compiled, plain))
@@ -370,23 +360,6 @@ def test_a_scale_by_layer(how, backend):
     assert compiled.report().num_train_graphs == before, "every layer has found its graph again"
     with torch.no_grad():
         assert torch.equal(compiled.eval()(x), model(x))
-
-
-def test_gpt2_with_a_scale_by_layer():
-    transformers = pytest.importorskip("transformers")
-    torch._dynamo.reset()
-    sizes = dict(n_embd=16, n_layer=10, n_head=2, vocab_size=32, n_positions=16)
-    config = transformers.AutoConfig.for_model(
-        "gpt2", **sizes, scale_attn_by_inverse_layer_idx=True, resid_pdrop=0.0, attn_pdrop=0.0
-    )
-    config.embd_pdrop = 0.0
-    model = transformers.AutoModelForCausalLM.from_config(config).train()
-    ids = torch.arange(12).view(2, 6)
-    keywords = dict(dropout=P, seed=0, backend="eager")
-    whole = xtrain.compile(model, **keywords)(input_ids=ids, labels=ids).loss
-    compiled = xtrain.compile_blocks(model, **keywords)
-    assert torch.equal(compiled(input_ids=ids, labels=ids).loss, whole)
-    assert len(compiled.last_executed_sites) == 20
 
 
 def test_floats_of_a_layer_are_those_that_differ():

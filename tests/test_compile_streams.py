@@ -1,15 +1,30 @@
-"""Streams that meet earlier values again, lie side by side, or take what experts sum up."""
+"""Streams that meet earlier values again, lie side by side, or are summed in unusual spellings."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.nn.functional as F
-from branch_oracle import SEED, Block, D, P, Stack, both, drop, hold, made, x
+from branch_oracle import (
+    SEED,
+    Block,
+    D,
+    Oracle,
+    P,
+    Stack,
+    both,
+    drop,
+    hold,
+    layers_of_blocks,
+    made,
+    marking,
+    x,
+)
 from test_compile_account import Mlp, names_code
 from torch import nn
 
 import xtrain
+from xtrain.compiler import SiteError
 
 
 class Dense(Stack):
@@ -331,3 +346,192 @@ class Mixture(nn.Module):
 @both
 def test_a_mixture_with_a_shared_expert_is_one_branch(compile_it):
     hold(Stack, compile_it, RoutedBlock)
+
+
+# --- sums that are written in unusual ways --------------------------------------------------------
+
+
+class Merged(Block):
+    """An attention branch added plainly, and a feed-forward branch merged as `merge` says."""
+
+    def __init__(self, merge):
+        super().__init__()
+        self.merge = merge
+        self.gate, self.narrow = nn.Linear(D, D), nn.Linear(D // 2, D // 2)
+        self.weights = nn.Parameter(torch.tensor([0.75, 0.5]))
+
+    def ff(self, x):
+        return drop(self.down(self.hidden(x)), self)
+
+    def hidden(self, x):
+        return F.relu(self.up(self.norm2(x)))
+
+    def forward(self, x):
+        x = x + drop(self.attention(self.norm(x)), self, "attention")
+        return self.merge(self, x)
+
+
+def highway(m, x):
+    g = m.gate(x).sigmoid()
+    return g * m.ff(x) + (1 - g) * x
+
+
+def blended(m, x):
+    h = m.ff(x)
+    return h + m.gate(x).sigmoid() * (x - h)
+
+
+def reversible(m, x):
+    a, b = x.chunk(2, -1)
+    a = a + drop(m.narrow(b), m)
+    return torch.cat([a, b + drop(m.narrow(a).tanh() @ m.narrow.weight, m)], -1)
+
+
+def together(m, x):
+    a, b = x.split(D // 2, -1)
+    added = torch._foreach_add([a, b], [drop(m.narrow(a), m), drop(m.narrow(b), m)])
+    return torch.cat(added, -1)
+
+
+def chosen_tokens(m, x):
+    """Mixture of depths: half of the tokens pass the branch and are added back to their rows."""
+    rows = x.reshape(-1, D)
+    chosen = torch.arange(0, rows.shape[0], 2, device=x.device)
+    return rows.index_add(0, chosen, m.ff(rows[chosen])).view(x.shape)
+
+
+def fused(m, x):
+    rows, hidden = x.view(-1, D), m.hidden(x).view(-1, 2 * D)
+    if marking():
+        return (rows + drop(hidden @ m.down.weight.t(), m)).view(x.shape)
+    return torch.addmm(rows, hidden, m.down.weight.t()).view(x.shape)
+
+
+MERGES = {
+    "highway": highway,
+    "a blend": blended,
+    "lerp": lambda m, x: torch.lerp(x, m.ff(x), m.gate(x).sigmoid()),
+    "stack.sum": lambda m, x: torch.stack([x, m.ff(x)]).sum(0),
+    "stack.mean, three": lambda m, x: torch.stack([drop(m.gate(x), m), x, m.ff(x)], 1).mean(1),
+    "learned weights": lambda m, x: torch.stack([x, m.ff(x)], -1) @ m.weights,
+    "reversible": reversible,
+    "_foreach_add": together,
+    "some tokens": chosen_tokens,
+    "addmm": fused,
+    "add, alpha": lambda m, x: x.add(m.ff(x), alpha=0.5),
+    "sub of a negative": lambda m, x: torch.sub(x, -m.ff(x)),
+    "into the branch": lambda m, x: m.ff(x).add_(x),
+}
+
+
+@both
+@pytest.mark.parametrize("name", MERGES)
+def test_a_sum_in_another_spelling(name, compile_it):
+    hold(Stack, compile_it, lambda: Merged(MERGES[name]))
+
+
+def test_the_same_under_inductor():
+    """A spelling that is rewritten: what inductor compiles has eager's masks."""
+    make = made(Stack, lambda: Merged(fused))
+    truth, model = make(), make()
+    with torch.no_grad():
+        with Oracle(layers_of_blocks(truth)):
+            wanted = truth(x())
+        found = xtrain.compile(model, dropout=P, seed=SEED)(x())
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+class TwoStreams(nn.Module):
+    """A reversible block that takes and returns its halves; what is added to a reads b alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.other = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, a, b, memory):
+        a = a + self.down(self.up(b).relu())
+        return a, b + self.other(a) + memory
+
+
+class Reversible(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(TwoStreams() for _ in range(3))
+
+    def forward(self, x):
+        a, b, memory = x, x.flip(0) * 1.5, x.cos()
+        for block in self.blocks:
+            a, b = block(a, b, memory)
+        return torch.cat([a, b], -1)
+
+
+def test_a_branch_that_reads_another_stream_is_found_in_the_whole_and_refused_by_blocks():
+    x = torch.randn(2, 3, 8)
+    compiled = xtrain.compile(Reversible(), dropout=P, seed=SEED, backend="eager")
+    compiled(x)
+    kinds = ("feed_forward", "feed_forward_2")
+    expected = [f"blocks.{i}.{kind}" for i in range(3) for kind in kinds]
+    assert [site.name for site in compiled.report().sites] == expected
+    by_blocks = xtrain.compile_blocks(Reversible(), dropout=P, seed=SEED, backend="eager")
+    with pytest.raises(SiteError, match=r"`a = a \+ self.*different graphs.*use xtr"):
+        by_blocks(x)
+
+
+class Rotated(nn.Module):
+    """Attention with one key head, whose rotation has tables of the shape of the keys."""
+
+    def __init__(self, heads=2):
+        super().__init__()
+        self.heads = heads
+        self.norm, self.q, self.o = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.kv, self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x, cos, sin):
+        h = self.norm(x)
+        q = self.q(h).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        k, v = self.kv(h).unsqueeze(1).chunk(2, -1)
+        q, k = q * cos + self.turned(q) * sin, k * cos + self.turned(k) * sin
+        y = F.scaled_dot_product_attention(q, k.expand_as(q), v.expand_as(q), is_causal=True)
+        x = x + self.o(y.transpose(1, 2).flatten(2))
+        return x + self.down(F.relu(self.up(x)))
+
+    def turned(self, x):
+        first, second = x.chunk(2, -1)
+        return torch.cat((-second, first), -1)
+
+
+class RotatedModel(nn.Module):
+    def __init__(self, tables):
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.blocks = nn.ModuleList(Rotated() for _ in range(3))
+        self.tables = tables
+        angles = torch.outer(torch.arange(6.0), torch.tensor([1.0, 0.1])).repeat(1, 2)
+        if tables == "buffers":
+            self.register_buffer("cos", angles.cos())
+            self.register_buffer("sin", angles.sin())
+        elif tables == "attributes":
+            self.cos, self.sin = angles.cos(), angles.sin()
+        else:
+            self.register_buffer("rates", torch.tensor([1.0, 0.1]))
+
+    def forward(self, tokens):
+        if self.tables == "computed":
+            angles = torch.outer(torch.arange(6.0), self.rates).repeat(1, 2)
+            cos, sin = angles.cos(), angles.sin()
+        else:
+            cos, sin = self.cos, self.sin
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, cos[None, None], sin[None, None])
+        return x
+
+
+@pytest.mark.parametrize("tables", ["buffers", "attributes", "computed"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_table_of_angles_is_no_stream(tables, batch):
+    """At batch 1 with one key head cos and k are of one shape, and k comes from the last cos."""
+    compiled = xtrain.compile(RotatedModel(tables), dropout=P, seed=0, backend="eager")
+    compiled(torch.arange(6 * batch).view(batch, 6))
+    kinds = [site.site for site in compiled.report().sites]
+    assert kinds == ["attention", "feed_forward"] * 3

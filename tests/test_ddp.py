@@ -11,16 +11,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from mask_oracle import keep_mask
-from probe_model import P, ProbeModel, decode_masks
+from probe_model import P, ProbeModel, assert_masks, decode_masks, oracle_masks, tokens
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from training import apart
 
 import xtrain
-from xtrain.compiler.data_parallel import first_sample
+from xtrain.compiler.step_keys import first_sample
 from xtrain.model import Config, Transformer
-from xtrain.rng import site_seed
 
 SEED = 99
 
@@ -37,7 +35,7 @@ def run_on_two_ranks(function, *args):
     ]
     for worker in workers:
         worker.start()
-    results = dict(queue.get(timeout=300) for _ in workers)
+    results = dict(queue.get(timeout=540) for _ in workers)
     for worker in workers:
         worker.join(timeout=60)
     for rank, (error, _) in sorted(results.items()):
@@ -58,25 +56,16 @@ def _worker(function, rank, port, queue, args):
     queue.put((rank, (error, value)))
 
 
-def expected(step, batch, first_sample, num_layers):
-    shape = (batch, 5, 8)
-    return [
-        torch.from_numpy(keep_mask(shape, P, site_seed(SEED, step, layer, site), first_sample * 40))
-        for layer in range(num_layers)
-        for site in ("attention", "feed_forward")
-    ]
-
-
 def _probe(rank, backend, checkpointed):
     """Masks of three DDP steps under the default first_sample, buckets of a few parameters."""
     model = ProbeModel(num_layers=4, checkpointed=checkpointed)
     compiled = xtrain.compile(model, dropout=P, seed=SEED, backend=backend)
     ddp = DistributedDataParallel(compiled, bucket_cap_mb=0.0005)
     for step in range(3):
-        out = ddp(torch.zeros(4, 5, dtype=torch.long))
+        out = ddp(tokens())
         out.sum().backward()
-        for found, wanted in zip(decode_masks(out, 4), expected(step, 4, rank * 4, 4), strict=True):
-            assert torch.equal(found, wanted)
+        wanted = oracle_masks(SEED, step, num_layers=4, first_sample=rank * 4)
+        assert_masks(decode_masks(out, 4), wanted)
     report = compiled.report()
     return len(report.sites), report.num_train_graphs, report.notes
 
@@ -84,26 +73,15 @@ def _probe(rank, backend, checkpointed):
 def _unequal(rank):
     compiled = xtrain.compile(ProbeModel(), dropout=P, seed=SEED, backend="eager")
     with pytest.raises(ValueError, match=r"different sizes \[2, 3\].*set_step"):
-        compiled(torch.zeros(2 + rank, 5, dtype=torch.long))
+        compiled(tokens(2 + rank))
     compiled.set_step(0, first_sample=2 * rank)  # said by the caller: nothing to check
-    out = compiled(torch.zeros(2 + rank, 5, dtype=torch.long))
-    found = decode_masks(out, 2)
-    assert torch.equal(found[0], expected(0, 2 + rank, 2 * rank, 2)[0])
+    out = compiled(tokens(2 + rank))
+    assert_masks(decode_masks(out, 2), oracle_masks(SEED, 0, tuple(out.shape), 2, 2 * rank))
 
 
-def _probes(rank):
-    """Plain and checkpointed steps, then local batches of two sizes: one pair of processes."""
-    results = {}
-    for checkpointed in (False, True):
-        results[checkpointed] = _probe(rank, "aot_eager", checkpointed)
-        torch._dynamo.reset()
-    _unequal(rank)
-    return results
-
-
-def test_masks_by_rank_under_ddp_and_unequal_local_batches_are_refused():
-    for results in run_on_two_ranks(_probes):
-        for checkpointed, (sites, graphs, notes) in results.items():
+def test_masks_by_rank_under_ddp_and_unequal_local_batches_are_refused(ranks):
+    for results in ranks:
+        for checkpointed, (sites, graphs, notes) in results["probes"].items():
             assert sites == 8
             assert graphs == 1
             assert checkpointed == any("graph splitter is off" in note for note in notes)
@@ -137,16 +115,16 @@ def _five_steps(rank, backend):
     return steps, len(compiled.report().sites)
 
 
-def test_gradients_equal_one_process_on_the_joint_batch():
+def test_gradients_equal_one_process_on_the_joint_batch(ranks):
     """Row C17: DDP + compile + recompute + dropout, against one process that holds all samples."""
-    (first, sites), (second, _) = run_on_two_ranks(_five_steps, "inductor")
+    (first, sites), (second, _) = (results["steps"] for results in ranks)
     assert sites == 4
     model = _model("none")
     compiled = xtrain.compile(model, dropout=0.1, seed=SEED, backend="eager")
-    tokens = _tokens()
+    ids = _tokens()
     for step in range(5):
         model.zero_grad(set_to_none=True)
-        compiled(tokens[:, :-1], tokens[:, 1:])[1].backward()
+        compiled(ids[:, :-1], ids[:, 1:])[1].backward()
         for name, parameter in model.named_parameters():
             scale = parameter.grad.abs().max()
             for rank_steps in (first, second):
@@ -211,19 +189,14 @@ def _accumulating_steps(rank, per_block, checkpointed, ddp_options):
     return steps, (len(report.sites), len(compiled.last_executed_sites), report.num_train_graphs)
 
 
-def _every_wrapped(rank):
-    return {name: _accumulating_steps(rank, *options) for name, options in WRAPPED.items()}
-
-
-def test_an_unchanged_llama_that_accumulates_gradients():
+def test_an_unchanged_llama_that_accumulates_gradients(ranks):
     """Row C17 on transformers' own model and checkpoints, compiled whole or block by block."""
-    ranks = run_on_two_ranks(_every_wrapped)
     model = _llama(checkpointed=False)
     compiled = xtrain.compile(model, dropout=0.1, seed=SEED, backend="eager")
     for step in range(2):
         model.zero_grad(set_to_none=True)
         compiled(input_ids=_ids(), labels=_ids()).loss.backward()
-        for name, (steps, counted) in (item for rank in ranks for item in rank.items()):
+        for name, (steps, counted) in (i for rank in ranks for i in rank["llama"].items()):
             assert counted == (2 * LAYERS, 2 * LAYERS, 1), name
             for path, parameter in model.named_parameters():
                 scale = parameter.grad.abs().max()
@@ -231,10 +204,32 @@ def test_an_unchanged_llama_that_accumulates_gradients():
                 assert error <= 1e-5 * scale, f"{name}, step {step}, {path}: {error} of {scale}"
 
 
+# --- all that runs in two processes ---------------------------------------------------------------
+
+
+def _everything(rank):
+    """Plain and checkpointed probes, local batches of two sizes, five steps, wrapped models."""
+    probes = {}
+    for checkpointed in (False, True):
+        probes[checkpointed] = _probe(rank, "aot_eager", checkpointed)
+        torch._dynamo.reset()
+    _unequal(rank)
+    torch._dynamo.reset()
+    steps = _five_steps(rank, "inductor")
+    llama = {name: _accumulating_steps(rank, *options) for name, options in WRAPPED.items()}
+    return {"probes": probes, "steps": steps, "llama": llama}
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """What each rank found: one pair of processes for all."""
+    return run_on_two_ranks(_everything)
+
+
 # --- the default first_sample ---------------------------------------------------------------------
 
 
-# torch.distributed is played by a stand-in here; test_ddp.py runs two real processes.
+# torch.distributed is played by a stand-in here.
 
 
 class Ranks:

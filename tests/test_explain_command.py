@@ -17,7 +17,7 @@ from training import running
 
 import xtrain
 from xtrain import ops
-from xtrain.compiler import swaps
+from xtrain.compiler import backend
 from xtrain.config import RunConfig
 from xtrain.explain.command import main
 from xtrain.passes.swaps.use_triton_rope import use_triton_rope
@@ -153,8 +153,8 @@ def test_verify_prints_its_verdict_and_a_failure_is_exit_code_1(tmp_path, capsys
         return result
 
     no_rotation.__name__ = "use_triton_rope"
-    changed = [no_rotation if s is use_triton_rope else s for s in swaps._SWAPS]
-    monkeypatch.setattr(swaps, "_SWAPS", tuple(changed))
+    changed = [no_rotation if s is use_triton_rope else s for s in backend._SWAPS]
+    monkeypatch.setattr(backend, "_SWAPS", tuple(changed))
     assert main(arguments) == 1
     (said,) = re.findall(r"^verified: .*", capsys.readouterr().out, re.M)
     assert "; FAILED: the loss is off by " in said and "by use_triton_rope" in said

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -429,22 +430,29 @@ def test_a_failure_of_a_trace_tells_where_the_forward_called_the_op():
 
     reads.register_fake(torch.empty_like)
     reads.register_autograd(lambda ctx, grad: grad * grad.sum().item())
-    found = {}
+    inner = torch_compat.inner_backend("aot_eager", mode=None, options={}, dynamic=None)
+    found = []
 
     def backend(module, example_inputs):
         with torch_compat.noting_backward_errors() as in_backward:
+            warnings.warn("another", UserWarning, stacklevel=1)
             try:
-                return torch_compat.inner_backend("aot_eager", mode=None, options={}, dynamic=None)(
-                    module, example_inputs
-                )
+                return inner(module, example_inputs)
             except Exception as error:
-                found["fallback"] = torch_compat.leaves_code_to_eager(error)
-                found["frames"] = torch_compat.frames(
-                    torch_compat.forward_stack(error, in_backward)
-                )
+                assert torch_compat.leaves_code_to_eager(error)
+                stack = torch_compat.forward_stack(error, in_backward)
+                found.append(torch_compat.frames(stack)[-1])
                 raise
 
-    torch.compile(lambda x: reads(x), backend=backend)(torch.ones(2, requires_grad=True))
-    assert found["fallback"] and any(file == __file__ for file, _ in found["frames"])
-    assert not torch_compat.leaves_code_to_eager(ValueError())
+    def step(x):
+        return reads(x).sin()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.compile(step, backend=backend)(torch.ones(2, requires_grad=True))
+    assert found[0] == (__file__, str(step.__code__.co_firstlineno + 1))
+    texts = [str(w.message) for w in caught]
+    assert "another" in texts and not any("Error detected" in text for text in texts)
+    assert not torch_compat.leaves_code_to_eager(ValueError("reads"))
+    assert torch_compat.forward_stack(ValueError("reads"), []) == ""
     assert torch_compat.frames('  File "a.py", line 3, in f\n    x') == [("a.py", "3")]

@@ -1,4 +1,4 @@
-"""The contract of torch_compat/running.py and transforms.py: what is asked while a model runs."""
+"""The contract of torch_compat/running.py: what is asked while a model runs."""
 
 from __future__ import annotations
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from branch_oracle import both
 from peft import LoraConfig, PeftModel, get_peft_model
-from probe_model import P, ProbeModel
+from probe_model import SITES, P, probe, tokens
 from safetensors import safe_open
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.utils.generic import find_labels
@@ -20,7 +21,6 @@ from transformers.utils.generic import find_labels
 import xtrain
 from xtrain.compiler import CompiledModel, Site
 
-SITES = ("attention", "feed_forward")
 IDS = torch.arange(18).view(2, 9)
 
 
@@ -52,19 +52,18 @@ def names(sites):
 ALL = [(layer, site) for layer in range(2) for site in SITES]
 
 
-@pytest.mark.parametrize("compile_it", [xtrain.compile, xtrain.compile_blocks])
+@both
 def test_last_executed_sites_are_those_of_the_last_forward(compile_it):
-    compiled = compile_it(ProbeModel(), dropout=P, seed=0, backend="eager")
-    tokens = torch.zeros(4, 5, dtype=torch.long)
+    compiled = probe(None, compile_it)
     assert compiled.last_executed_sites == ()
-    compiled(tokens)
+    compiled(tokens())
     assert compiled.last_executed_sites[0] == Site("blocks.0.attention", 0, "attention")
     assert names(compiled.last_executed_sites) == ALL
-    compiled.inner(tokens)
+    compiled.inner(tokens())
     assert names(compiled.last_executed_sites) == ALL, "the inner model's calls are not ours"
-    compiled.eval()(tokens)
+    compiled.eval()(tokens())
     assert compiled.last_executed_sites == ()
-    compiled.train()(tokens)
+    compiled.train()(tokens())
     assert len(compiled.last_executed_sites) == 4
     with pytest.raises(IndexError):
         compiled(torch.full((4, 5), 99))
@@ -72,8 +71,8 @@ def test_last_executed_sites_are_those_of_the_last_forward(compile_it):
 
 
 def test_without_dropout_no_site_is_executed():
-    compiled = xtrain.compile(ProbeModel(), dropout=0.0, backend="eager")
-    compiled(torch.zeros(4, 5, dtype=torch.long))
+    compiled = probe(dropout=0.0)
+    compiled(tokens())
     assert compiled.last_executed_sites == ()
 
 
@@ -202,11 +201,10 @@ def test_sites_outside_of_blocks_keep_their_name_under_an_adapter():
 # --- tied weights -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_tied_head_stays_the_embedding(backend, tmp_path):
+def test_a_tied_head_stays_the_embedding(tmp_path):
     """Row C48: through wrap, step, save and load; gradients of both uses summed, decayed once."""
     model, plain = llama(tie_word_embeddings=True), llama(tie_word_embeddings=True)
-    compiled = compiled_llama(model, dropout=0.0, backend=backend)
+    compiled = compiled_llama(model, dropout=0.0, backend="aot_eager")
     assert compiled.lm_head.weight is compiled.model.embed_tokens.weight
     for trained in (compiled, plain):
         optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-2, weight_decay=0.5)

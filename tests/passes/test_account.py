@@ -17,7 +17,7 @@ from tolerances import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from xtrain import ops
-from xtrain.compiler.swaps import _SWAPS
+from xtrain.compiler.backend import _SWAPS
 from xtrain.passes.graph import walk_graphs
 from xtrain.passes.swaps.account import CONTEXT, GRAD_MODE
 from xtrain.passes.swaps.normalise import remove_noop_views

@@ -36,7 +36,7 @@ from torch import Tensor, fx
 from torch.utils.checkpoint import checkpoint
 
 from xtrain import ops
-from xtrain.compiler.swaps import _SWAPS
+from xtrain.compiler.backend import _SWAPS
 from xtrain.passes.graph import clone_graph, walk_graphs
 from xtrain.passes.swaps.normalise import normalise, remove_noop_views
 

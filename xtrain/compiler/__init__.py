@@ -4,18 +4,23 @@
     loss = compiled(tokens, targets)[1]; loss.backward()
     print(compiled.report())
 
-The only place where passes and torch.compile meet:
+The only place where passes and torch.compile meet. What a training forward calls, in order:
 
-    compiled_model.py   the nn.Module that users hold
-    options.py          keywords, checked
-    entries.py          functions that torch.compile compiles: the whole model, or one block
-    backend.py          what Dynamo calls with each graph: passes, then inductor or another backend
-    seeds.py            the (seed, offset) input of a graph, filled at each call
-    session.py          what the graphs of one model share: sites, keys, the running forward
-    verify.py, graph_runs.py, closeness.py   the first step against the graphs without swaps
-    strict_checks.py, uncovered.py, graph_breaks.py, backend_failures.py   what strict mode refuses
-    layer_state.py      what layers keep side by side (a key-value cache), seen alike by each
-    blocks.py, step_keys.py, data_parallel.py, dynamic_shapes.py, report.py   one topic each
+    options.py           keywords, checked; compile and compile_blocks below hand them on
+    compiled_model.py    CompiledModel, the nn.Module that users hold; its forward begins a Call:
+    step_keys.py         its key (seed, step, first sample), also by rank and for a recompute,
+    sizes.py             its sizes: which are to be symbols, where the samples lie in a value
+    entries.py           functions that torch.compile compiles: the whole model, or one block
+    backend.py           what Dynamo calls with each graph: passes, then inductor or another backend
+    seeds.py             the (seed, offset) input of a graph, filled at each call
+    forward_program.py   the forward whole, graphs and eager code between them, for the account
+    strict.py            what is refused before, while compiling and behind the forward, and how it
+                         is said
+    verify.py            the first step against the graphs without swaps, op by op: graph_runs.py
+    compile_session.py   what the graphs of one model share: sites, keys, the running Call
+    compile_report.py    what was found and done, as data and as a table
+
+A block is what xtrain/blocks.py says.
 """
 
 from __future__ import annotations
@@ -26,10 +31,10 @@ from typing import Any
 
 from torch import nn
 
+from xtrain.compiler.compile_report import Report, Site
+from xtrain.compiler.compile_session import SiteError
 from xtrain.compiler.compiled_model import CompiledModel, check_model
 from xtrain.compiler.options import checked_options
-from xtrain.compiler.report import Report, Site
-from xtrain.compiler.session import SiteError
 from xtrain.compiler.verify import VerifyError
 
 __all__ = [

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
@@ -19,20 +20,12 @@ from torch import nn
 
 from xtrain import passes as graph_passes
 from xtrain import torch_compat
-from xtrain.compiler import data_parallel, entries
+from xtrain.compiler import entries, strict
+from xtrain.compiler.compile_report import Report, Site
+from xtrain.compiler.compile_session import Call, Session, SiteError
 from xtrain.compiler.options import Options
-from xtrain.compiler.report import Report, Site
-from xtrain.compiler.samples import Samples
-from xtrain.compiler.session import Call, Session, SiteError
-from xtrain.compiler.step_keys import ReplayLedger, StepKey, StepKeys
-from xtrain.compiler.strict_checks import (
-    account_lines,
-    check_can_drop,
-    check_executed,
-    check_has_values,
-    check_model_unchanged,
-    recording,
-)
+from xtrain.compiler.sizes import Samples
+from xtrain.compiler.step_keys import StepKeys, first_sample
 
 
 def check_model(model: nn.Module) -> None:
@@ -70,7 +63,7 @@ class CompiledModel(nn.Module):
 
     # accelerate keeps the forward that it wraps as _original_forward, and looks for it there.
     _OWN = frozenset(
-        "_session _inner _entries _group _replays _forward forward _original_forward "
+        "_session _inner _entries _group _forward forward _original_forward "
         "_compiled_call_impl".split()
     )
 
@@ -90,7 +83,6 @@ class CompiledModel(nn.Module):
             own[shared] = model.__dict__[shared]
         own["_session"] = Session(model, options, StepKeys(seed), per_block=per_block)
         own["_group"] = data_parallel_group
-        own["_replays"] = ReplayLedger[StepKey]()
         torch_compat.ignore_logging_calls()
         if per_block:
             entries.compile_each_block(self._session)
@@ -151,29 +143,28 @@ class CompiledModel(nn.Module):
         session: Session = self._session
         mode = session.training_mode()
         training = mode is not False
-        drops = training and session.options.dropout > 0
         tensors = entries.tensors_in(args, kwargs)
         session.last_executed = ()
-        if drops:
-            check_can_drop(session, tensors)
-        else:
-            session.bypasses.warn_of_evaluation(training)
-        call = self._begin(tensors) if drops else None
-        if call is not None:
+        call = None
+        if training and session.options.dropout > 0:
+            strict.check_can_drop(session, tensors)
+            call = self._begin(tensors)
             call.is_mixed = mode is None
+        elif not training:
+            _warn_of_evaluation(session)
         session.shapes[training].note([tensor for tensor in tensors if tensor.ndim])
         session.shapes[training].mark(None, tensors)
         with (
-            _running(session, call),
+            session.running(call),
             _clean_errors(session),
             entries.trace_settings(session),
             self._watching(call),
-            recording(session, call, tensors) as recorder,
+            strict.recorded(session, call, tensors) as program,
         ):
             result = self._entries[mode](*args, **kwargs)
         if call is not None:
             session.last_executed = tuple(call.executed)
-            check_executed(session, call, account_lines(session, recorder, result))
+            strict.check_forward(session, call, program, result)
         return result
 
     def _watching(self, call: Call | None) -> AbstractContextManager[Any]:
@@ -183,19 +174,17 @@ class CompiledModel(nn.Module):
         return call.samples.watching()
 
     def _begin(self, tensors: list[torch.Tensor]) -> Call:
-        check_model_unchanged(self._session)
+        session: Session = self._session
+        strict.check_model_unchanged(session)
         sizes = [tensor.shape[0] for tensor in tensors if tensor.ndim]
         batch = next((size for size in sizes if size > 1), 1)
         samples = Samples(tensors)
         if torch_compat.in_backward():
-            return Call(self._replays.find("forward", tensors), batch, samples)
-        keys = self._session.keys
-        default = 0
-        is_default = not keys.is_bound
-        if is_default:
-            default = data_parallel.first_sample(self._inner, batch, self._group)
-        key = keys.advance(default)
-        self._replays.record("forward", tensors, key)
+            return Call(session.forwards.find("forward", tensors), batch, samples)
+        is_default = not session.keys.is_bound
+        default = first_sample(self._inner, batch, self._group) if is_default else 0
+        key = session.keys.advance(default)
+        session.forwards.record("forward", tensors, key)
         return Call(key, batch, samples, is_default)
 
     # --- what is the model's --------------------------------------------------------------------
@@ -255,7 +244,7 @@ class CompiledModel(nn.Module):
             raise AttributeError(name)
         value = getattr(inner, name)
         if isinstance(value, MethodType) and value.__self__ is inner:
-            return self._session.bypasses.watched(name, value)
+            return _watched(self._session, name, value)
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -294,15 +283,6 @@ class CompiledModel(nn.Module):
 
 
 @contextmanager
-def _running(session: Session, call: Call | None) -> Iterator[None]:
-    session.push(call)
-    try:
-        yield
-    finally:
-        session.pop()
-
-
-@contextmanager
 def _clean_errors(session: Session) -> Iterator[None]:
     """Raise our own errors as they are, not wrapped into Dynamo's."""
     try:
@@ -311,7 +291,7 @@ def _clean_errors(session: Session) -> Iterator[None]:
         cause = torch_compat.backend_cause(error)
         if isinstance(cause, SiteError | graph_passes.PassError | ValueError):
             raise cause from cause.__cause__
-        check_has_values(session.model, error)
+        strict.check_has_values(session.model, error)
         raise
 
 
@@ -332,3 +312,64 @@ def _forward_like(model_forward: Callable[..., Any]) -> Callable[..., Any]:
     free = [p for p in signature.parameters.values() if p.name != "self"]
     forward.__signature__ = signature.replace(parameters=[own, *free])  # type: ignore[attr-defined]
     return forward
+
+
+# --- training that goes past the dropout which was asked for: a warning, once ---------------------
+
+
+def _is_asked_for(session: Session) -> bool:
+    return session.options.dropout > 0 and torch.is_grad_enabled()
+
+
+def _warn_once(session: Session, what: str, text: str) -> None:
+    if what not in session.warned_of:
+        session.warned_of.add(what)
+        warnings.warn(text, stacklevel=2)
+
+
+def _warn_of_evaluation(session: Session) -> None:
+    """Take note of a forward without dropout: from_pretrained hands out models in eval mode."""
+    if not _is_asked_for(session) or torch_compat.in_backward():
+        return
+    if any(parameter.requires_grad for parameter in session.model.parameters()):
+        name = type(session.model).__name__
+        _warn_once(
+            session,
+            "evaluation",
+            f"{name} ran with gradients in eval mode, so without the dropout of "
+            f"{session.options.dropout} that was asked for: call model.train() before "
+            "training, or evaluate under torch.no_grad()",
+        )
+
+
+def _watched(session: Session, name: str, method: MethodType) -> MethodType:
+    """Return a method of the model's own that warns where it trains past our forward.
+
+    Its `self` is the model itself, whose forward has no dropout.
+    """
+    model = session.model
+    if not model.training or not _is_asked_for(session) or name in session.warned_of:
+        return method
+    parts = {model, *session.blocks.modules.values()}
+
+    def before(module: nn.Module, args: Any) -> None:
+        if module in parts and module.training and not session.is_running:
+            if _is_asked_for(session):
+                _warn_once(
+                    session,
+                    name,
+                    f"{type(model).__name__}.{name} called the model past its compiled "
+                    "forward in training, so without dropout: call the compiled model and "
+                    f"compute what {name} does of its output, or let {name} take the output",
+                )
+
+    @functools.wraps(method.__func__)
+    def watch(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        hook: Callable[..., Any] = nn.modules.module.register_module_forward_pre_hook
+        handle = hook(before)
+        try:
+            return method(*args, **kwargs)
+        finally:
+            handle.remove()
+
+    return MethodType(watch, model)

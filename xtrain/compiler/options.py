@@ -1,80 +1,91 @@
-"""The keywords of xtrain.compile and the checks on them."""
+"""The keywords of xtrain.compile and the checks on them; what `sums=` says of a sum of a graph."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 
 from xtrain import passes as graph_passes
 from xtrain import torch_compat
+from xtrain.compiler.compile_report import line_of, plain_path
 
-_BACKENDS = ("inductor", "aot_eager", "eager")
-_KERNELS = ("auto", "triton", "off")
-_EXISTING = ("skip", "replace")
-_LOGITS = ("keep", "drop")
+_ALLOWED = {
+    "backend": ("inductor", "aot_eager", "eager"),
+    "kernels": ("auto", "triton", "off"),
+    "existing": ("skip", "replace"),
+    "logits": ("keep", "drop"),
+}
+_OF_TORCH = ("mode", "options", "dynamic", "fullgraph")
 _SETTLED = ("drop", "leave")
 
 
 @dataclass(frozen=True)
 class Options:
-    """The keywords of xtrain.compile, checked."""
+    """The keywords of xtrain.compile, whose docstring says what each means, and their defaults."""
 
-    dropout: float
-    backend: str
-    kernels: str
-    existing: str
-    logits: str
-    strict: bool
-    verify: bool
-    passes: tuple[Any, ...]
-    disable_passes: tuple[str, ...]
-    dump_graphs: Path | None
+    dropout: float = 0.0
+    backend: str = "inductor"
+    kernels: str = "auto"
+    existing: str = "skip"
+    logits: str = "keep"
+    strict: bool = True
+    verify: bool = False
+    passes: tuple[Any, ...] = ()
+    disable_passes: tuple[str, ...] = ()
+    dump_graphs: Path | None = None
     sums: dict[str, str] = field(default_factory=dict)
     mode: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
     dynamic: bool | None = None
     fullgraph: bool = False
 
+    def settled(self, node: fx.Node) -> str:
+        """Return what the user says of a sum of a graph: "drop", "leave" or "".
+
+        sums={"layers.*.mixer": "leave", "model.py:57": "drop"}: a place is the path of the module
+        whose code adds, as reports name it, or its file and line. In a path `*` is anything.
+        """
+        if not self.sums:
+            return ""
+        path, line = plain_path(node), line_of(node)
+        for place, said in self.sums.items():
+            file, _, number = place.rpartition(":")
+            is_line = file and number.isdigit()
+            if f"/{line}".endswith(f"/{place}") if is_line else fnmatchcase(path, place):
+                return said
+        return ""
+
 
 def checked_options(
     model: nn.Module,
     *,
     dropout: float | None = None,
-    backend: str = "inductor",
-    kernels: str = "auto",
-    existing: str = "skip",
-    logits: str = "keep",
-    strict: bool = True,
-    verify: bool = False,
-    passes: Sequence[Any] = (),
-    disable_passes: Sequence[str] = (),
+    passes: Any = (),
+    disable_passes: Any = (),
     dump_graphs: str | Path | None = None,
     sums: Mapping[str, str] | None = None,
-    **torch_compile_kwargs: Any,
+    **others: Any,
 ) -> Options:
-    """Return the keywords of xtrain.compile as Options; its docstring says what each means.
+    """Return the keywords of xtrain.compile as Options.
 
     Raises:   TypeError, ValueError naming the keyword, the value and what it may be.
     """
-    for name, value, allowed in (
-        ("backend", backend, _BACKENDS),
-        ("kernels", kernels, _KERNELS),
-        ("existing", existing, _EXISTING),
-        ("logits", logits, _LOGITS),
-    ):
-        if value not in allowed:
+    names = {option.name for option in dataclasses.fields(Options)}
+    for name, allowed in _ALLOWED.items():
+        if (value := others.get(name, allowed[0])) not in allowed:
             raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
-    known = ("mode", "options", "dynamic", "fullgraph")
-    if unknown := sorted(set(torch_compile_kwargs) - set(known)):
+    if unknown := sorted(set(others) - names):
         raise TypeError(
             f"unexpected keyword {unknown[0]!r}; beside its own, xtrain.compile takes "
-            f"{', '.join(known)} of torch.compile"
+            f"{', '.join(_OF_TORCH)} of torch.compile"
         )
     if isinstance(disable_passes, str):
         disable_passes = (disable_passes,)
@@ -82,23 +93,18 @@ def checked_options(
     if not isinstance(dump_graphs, str | PathLike | None):
         raise TypeError(f"dump_graphs must be a folder's path, got {dump_graphs!r}")
     for name in ("mode", "options"):
-        if torch_compile_kwargs.get(name) is None:
-            torch_compile_kwargs.pop(name, None)
-    _check_of_torch({"strict": strict, "verify": verify}, backend, torch_compile_kwargs)
-    return Options(
+        if others.get(name) is None:
+            others.pop(name, None)
+    options = Options(
         dropout=_probability(model, dropout),
-        backend=backend,
-        kernels=kernels,
-        existing=existing,
-        logits=logits,
-        strict=strict,
-        verify=verify,
         passes=tuple(passes),
         disable_passes=tuple(disable_passes),
         dump_graphs=None if dump_graphs is None else Path(dump_graphs),
         sums=_checked_sums(sums),
-        **torch_compile_kwargs,
+        **others,
     )
+    _check_of_torch(options)
+    return options
 
 
 def _check_passes(passes: Any, disable_passes: Any) -> None:
@@ -131,23 +137,23 @@ def _checked_sums(sums: Any) -> dict[str, str]:
     return dict(sums)
 
 
-def _check_of_torch(ours: dict[str, Any], backend: str, keywords: dict[str, Any]) -> None:
+def _check_of_torch(options: Options) -> None:
     """Raise for what torch.compile would take in silence, or refuse in the first step."""
-    for name, value in {**ours, "fullgraph": keywords.get("fullgraph", False)}.items():
-        if not isinstance(value, bool):
+    for name in ("strict", "verify", "fullgraph"):
+        if not isinstance(value := getattr(options, name), bool):
             raise TypeError(f"{name} must be True or False, got {value!r}")
-    if not isinstance(dynamic := keywords.get("dynamic"), bool | None):
+    mode, given, dynamic = options.mode, options.options, options.dynamic
+    if not isinstance(dynamic, bool | None):
         raise TypeError(f"dynamic must be True, False or None, got {dynamic!r}")
-    mode, options = keywords.get("mode"), keywords.get("options")
-    given = "mode" if mode is not None else "options"
-    if mode is None and not options:
+    if mode is None and not given:
         return
-    if backend != "inductor":
-        raise ValueError(f"{given} is for backend='inductor', and backend is {backend!r}")
-    if options and not isinstance(options, dict):
-        raise TypeError(f"options must be a dict of inductor's settings, got {options!r}")
+    if options.backend != "inductor":
+        name = "options" if mode is None else "mode"
+        raise ValueError(f"{name} is for backend='inductor', and backend is {options.backend!r}")
+    if not isinstance(given, dict):
+        raise TypeError(f"options must be a dict of inductor's settings, got {given!r}")
     try:
-        torch_compat.inner_backend(backend, mode=mode, options=options or {}, dynamic=dynamic)
+        torch_compat.inner_backend("inductor", mode=mode, options=given, dynamic=dynamic)
     except RuntimeError as error:
         raise ValueError(f"mode or options: {error}") from error
 

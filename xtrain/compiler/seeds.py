@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-import re
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,18 +11,15 @@ import torch
 from torch import fx
 
 from xtrain import torch_compat
-from xtrain.compiler.dynamic_shapes import SizeReader
-from xtrain.compiler.report import Site
-from xtrain.compiler.session import Call, Session, SiteError
+from xtrain.compiler.compile_report import ENTRY_ROOT, Site, readable_path
+from xtrain.compiler.compile_session import Call, Session, SiteError
+from xtrain.compiler.sizes import SizeReader
 from xtrain.passes.sites.insert_residual_dropout import SEEDS, SiteSlot
 from xtrain.passes.sites.sample_places import sample_places
 from xtrain.passes.sites.switch_dropout import OFF
 from xtrain.rng import ATTENTION, site_seed
 
-# The name under which our entry functions hold the model: graphs traced from them say so.
-ENTRY_ROOT = "L['_xtrain_model']"
 log = logging.getLogger("xtrain.passes")
-_LOCAL = re.compile(r"\bL\['(\w+)'\]")
 
 
 class Seeds:
@@ -64,46 +60,39 @@ class Seeds:
         return torch.empty(2 * self.num_rows, dtype=torch.int64, device=self.device)
 
     def feed(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `compiled` without its last input, which is made here at each call."""
+        """Return `compiled` without its last input, the seeds, which are made here at each call.
+
+        A graph without that input, whose sites the model's own dropout covers, is watched alone.
+        """
 
         def run(*inputs: Any) -> Any:
-            outputs = compiled(*inputs, self.tensor(inputs))
-            self._note_outputs(inputs, outputs)
+            call = self.session.call
+            if self.num_rows:
+                outputs = compiled(*inputs, self.tensor(inputs))
+            else:
+                if call is not None:
+                    self.numbers(call, inputs)
+                outputs = compiled(*inputs)
+            if call is not None and call.key.first_sample:
+                # the graphs behind this one learn where the samples lie in what they are handed
+                call.samples.note(inputs, outputs, self._outputs)
             return outputs
 
         return run
-
-    def watch(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `compiled`, noting the sites that the model's own dropout covers."""
-
-        def run(*inputs: Any) -> Any:
-            if self.session.call is not None:
-                self.numbers(self.session.call, inputs)
-            outputs = compiled(*inputs)
-            self._note_outputs(inputs, outputs)
-            return outputs
-
-        return run
-
-    def _note_outputs(self, inputs: Sequence[Any], outputs: Any) -> None:
-        """Tell the graphs behind this one where the samples lie in what they are handed."""
-        call = self.session.call
-        if call is not None and call.key.first_sample:
-            call.samples.note(inputs, outputs, self._outputs)
 
     def tensor(self, inputs: Sequence[Any]) -> torch.Tensor:
         """Return a fresh seeds tensor: a buffer changed in place would break a second forward."""
         call = self.session.call
         tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
         if call is None:
-            return self.session.ledger.find(self._scope(), tensors)
+            return self.session.seeds.find(self._scope(), tensors)
         seeds = torch.tensor(self.numbers(call, inputs), dtype=torch.int64)
         if self.device.type == "cuda":
             seeds = seeds.pin_memory().to(self.device, non_blocking=True)
         elif self.device.type != "cpu":
             seeds = seeds.to(self.device)
         if not self.is_whole:
-            self.session.ledger.record(self._scope(), tensors, seeds)
+            self.session.seeds.record(self._scope(), tensors, seeds)
         return seeds
 
     def _scope(self) -> tuple[Any, ...]:
@@ -118,7 +107,6 @@ class Seeds:
         """Return the (seed, offset) pairs of this call, flat, and mark the sites as executed."""
         flat: list[int] = []
         key = call.key
-        row = 0
         dims = call.samples.dims(inputs) if key.first_sample else []
         for slot, static_block in zip(self.slots, self._blocks, strict=True):
             if not slot.covered_by:
@@ -127,23 +115,21 @@ class Seeds:
             kind = self._kind(slot, block, inputs)
             site = self.session.site(block, call.claim(block, kind), slot.covered_by)
             home = self.session.home(block, site, self._parameters(slot, inputs))
-            if self._switchable and not home.training:
-                call.switched_off.append(site)
-                if slot.covered_by == "xtrain":
-                    flat += (0, OFF)
-                    row += 1
+            is_off = self._switchable and not home.training
+            (call.switched_off if is_off else call.executed).append(site)
+            if slot.covered_by != "xtrain":
                 continue
-            call.executed.append(site)
-            if slot.covered_by == "xtrain":
-                offset = 0
-                if key.first_sample:
-                    batch = call.samples.batch(dims, self._samples.get(row, {}))
-                    offset = key.first_sample * self._per_sample(slot, site, call, inputs, batch)
-                row += 1
-                flat += (
-                    site_seed(key.base_seed, key.step, site.layer, site.site),
-                    _wrap(offset),
-                )
+            if is_off:
+                flat += (0, OFF)
+                continue
+            offset = 0
+            if key.first_sample:
+                batch = call.samples.batch(dims, self._samples.get(len(flat) // 2, {}))
+                offset = key.first_sample * self._per_sample(slot, site, call, inputs, batch)
+            flat += (
+                site_seed(key.base_seed, key.step, site.layer, site.site),
+                _wrap(offset),
+            )
         return flat
 
     def _kind(self, slot: SiteSlot, block: str, inputs: Sequence[Any]) -> str:
@@ -153,12 +139,12 @@ class Seeds:
         """
         if not slot.keys:
             return slot.kind
-        recorder, known = self.session.recorder, self.session.kinds
-        if recorder is not None and (block, slot.add) not in known:
+        program, known = self.session.recording, self.session.kinds
+        if program is not None and (block, slot.add) not in known:
             keys, streams = (
                 [inputs[self._index[n]] for n in ns] for ns in (slot.keys, slot.streams)
             )
-            known[block, slot.add] = ATTENTION if recorder.made(keys, streams) else slot.kind
+            known[block, slot.add] = ATTENTION if program.made(keys, streams) else slot.kind
         return known.get((block, slot.add), slot.kind)
 
     def _parameters(self, slot: SiteSlot, inputs: Sequence[Any]) -> Iterator[Any]:
@@ -206,7 +192,7 @@ class Seeds:
         Raises:   ValueError where nothing shows that they lie one after the other.
         """
         shape = self._sizes.evaluate(slot.branch_shape, inputs)
-        numel = functools.reduce(lambda a, b: a * b, shape, 1)
+        numel = math.prod(shape)
         if not batch or numel % batch:
             raise ValueError(
                 f"site {site.name}: its value has shape {shape}, and nothing shows that the samples"
@@ -230,17 +216,6 @@ def is_entry(module: fx.GraphModule) -> bool:
         for n in module.graph.nodes
         if n.op == "placeholder"
     )
-
-
-def readable_path(path: str) -> str:
-    """Return a module path as a user would write it, from its source name in a graph."""
-    path = path.removeprefix(ENTRY_ROOT).removeprefix(".")
-    return without_locals(path) or "the model's own forward"
-
-
-def without_locals(text: str) -> str:
-    """Spell what a piece behind a graph break starts from plainly: L['self'].proj as self.proj."""
-    return _LOCAL.sub(r"\1", text)
 
 
 def _wrap(value: int) -> int:

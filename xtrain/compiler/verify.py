@@ -20,24 +20,28 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from xtrain import passes, torch_compat
-from xtrain.compiler.closeness import FORMULA, NOTHING, Comparison, Values, compare
+from xtrain.compiler.compile_report import readable_path
+from xtrain.compiler.compile_session import Session
 from xtrain.compiler.graph_runs import CallRuns, Step
-from xtrain.compiler.seeds import readable_path
-from xtrain.compiler.session import Session
 from xtrain.passes.graph import tensor_meta
 
 log = logging.getLogger("xtrain.passes")
 
 NUM_NOISY_RUNS = 3
 TORCH = "torch"  # who is at fault where a graph without swaps is as wrong
-Named = Callable[[Step], Values]
+# Constants of formulas are matched to 8 digits: what differs by more in fp64 is another formula.
+FORMULA = 2.0**-26
+Values = dict[str, Tensor | None]
+Tangents = Sequence[Tensor | None] | None  # gradients of outputs; None: outputs are compared
 
 
 class VerifyError(passes.PassError):
@@ -196,16 +200,16 @@ class _Check:
     def _compare_outputs(self, plain: Step, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
         if self.entered:
             metas = self.graph.outputs
-            expected = [meta is not None and meta.requires_grad for meta in metas]
-            found = [isinstance(x, Tensor) and x.requires_grad for x in outputs]
-            for name, flag in self._flags(expected).items():
-                if not torch.equal(flag, self._flags(found)[name]):
+            expected = self._flags([meta is not None and meta.requires_grad for meta in metas])
+            found = self._flags([isinstance(x, Tensor) and x.requires_grad for x in outputs])
+            for name, flag in expected.items():
+                if not torch.equal(flag, found[name]):
                     other = functools.partial(_is_other, flag)
-                    pass_name = self._blame(name, other, self._gradients, self.tangents, {})
+                    pass_name = self._blame(name, other, self.tangents, {})
                     self.graph.fail(f"{name} is not as without swaps", pass_name)
                     return
         step = Step(list(outputs), {i: inputs[i] for i in plain.written})
-        num = self._judge(self._outputs(step), self._outputs, None, plain)
+        num = self._judge(self._outputs(step), None, self._outputs(plain))
         self.verification.num_losses += num > 0 and self.loss is not None
         self.verification.num_outputs += num - (num > 0 and self.loss is not None)
 
@@ -218,11 +222,14 @@ class _Check:
             self._leave_out("gradients: ", "parameters were written before the backward")
             return
         step = Step([], {}, gradients=dict(zip(self.entered, gradients, strict=True)))
-        num = self._judge(self._gradients(step), self._gradients, self.tangents, None)
-        self.verification.num_gradients += num
+        self.verification.num_gradients += self._judge(self._gradients(step), self.tangents)
         self.tangents = []
 
     # --- what a run gave, by name -----------------------------------------------------------------
+
+    def _run(self, graph: Any, tangents: Tangents, **options: Any) -> Values:
+        step = self.runs.run(graph, tangents=tangents, **options)
+        return self._outputs(step) if tangents is None else self._gradients(step)
 
     def _outputs(self, step: Step) -> Values:
         """Outputs that the compiled graph gave (an option drops logits), and inputs written."""
@@ -249,16 +256,10 @@ class _Check:
 
     # --- comparing --------------------------------------------------------------------------------
 
-    def _judge(
-        self,
-        actual: Values,
-        named: Named,
-        tangents: Sequence[Tensor | None] | None,
-        plain: Step | None,
-    ) -> int:
+    def _judge(self, actual: Values, tangents: Tangents, plain: Values | None = None) -> int:
         """Compare formulas and what was run; how many values agree, 0 where something does not."""
         try:
-            worst = self._worst(actual, named, tangents, plain)
+            worst = self._worst(actual, tangents, plain)
         except Exception as error:
             self._leave_out("", error)
             return 0
@@ -266,38 +267,32 @@ class _Check:
             self.verification.note_error(worst.ratio, worst.name)
             return len(actual)
         options = {} if worst.is_as_run else {"in_double": True}
-        pass_name = self._blame(worst.name, worst.is_missed_by, named, tangents, options)
+        pass_name = self._blame(worst.name, worst.is_missed_by, tangents, options)
         what = f"{worst.name} is {worst.said}, {'as it ran' if worst.is_as_run else 'in fp64'}"
         if pass_name == TORCH and not self.is_interpreted:
             backend = self.graph.session.options.backend
             self._leave_out("", f"{what}, and so it is without swaps under {backend!r}")
             self.is_interpreted = True
-            return self._judge(actual, named, tangents, plain)
+            return self._judge(actual, tangents, plain)
         self.graph.fail(what, pass_name)
         return 0
 
-    def _worst(
-        self,
-        actual: Values,
-        named: Named,
-        tangents: Sequence[Tensor | None] | None,
-        plain: Step | None,
-    ) -> Comparison:
+    def _worst(self, actual: Values, tangents: Tangents, plain: Values | None) -> Comparison:
         """The value that is worst, the formulas first."""
-
-        def run(module: fx.GraphModule, **options: Any) -> Values:
-            return named(self.runs.run(module, tangents=tangents, **options))
+        source = self.graph.plain
 
         def noisy(**options: Any) -> Callable[[], list[Values]]:
             seeds = range(NUM_NOISY_RUNS)
-            return functools.cache(lambda: [run(source, seed=seed, **options) for seed in seeds])
+            return functools.cache(
+                lambda: [self._run(source, tangents, seed=seed, **options) for seed in seeds]
+            )
 
-        source = self.graph.plain
-        reference = run(source) if plain is None else named(plain)
+        reference = self._run(source, tangents) if plain is None else plain
         truth, formulas = reference, NOTHING
         try:
             step = self.runs.run(source, tangents=tangents, in_double=True)
-            exact, formula = named(step), run(self.swapped, in_double=True)
+            exact = self._outputs(step) if tangents is None else self._gradients(step)
+            formula = self._run(self.swapped, tangents, in_double=True)
         except Exception as error:
             self._leave_out("formulas: in fp64 ", error)
         else:
@@ -307,7 +302,7 @@ class _Check:
         if formulas.ratio > 1:
             return formulas
         if self.is_interpreted:
-            actual = run(self.swapped)
+            actual = self._run(self.swapped, tangents)
         as_run = compare(actual, reference, truth, noisy(noise=0.0), is_as_run=True)
         return max(formulas, as_run, key=lambda c: c.ratio)
 
@@ -315,8 +310,7 @@ class _Check:
         self,
         name: str,
         is_wrong: Callable[[Tensor | None], bool],
-        named: Named,
-        tangents: Sequence[Tensor | None] | None,
+        tangents: Tangents,
         options: dict[str, Any],
     ) -> str:
         """The first pass whose graph gives a wrong value, run op by op or else compiled."""
@@ -325,10 +319,10 @@ class _Check:
             for pass_name, module in () if compiles and options else stages:
                 try:
                     what = self.graph.compile_graph(module) if compiles else module
-                    step = self.runs.run(what, tangents=tangents, **options)
+                    values = self._run(what, tangents, **options)
                 except Exception:
                     continue  # a later one may run
-                if is_wrong(named(step).get(name)):
+                if is_wrong(values.get(name)):
                     return pass_name
         return ""
 
@@ -352,3 +346,150 @@ def _position_of_loss(outputs: Sequence[Any]) -> int | None:
         if isinstance(x, Tensor) and x.ndim == 0 and x.is_floating_point()
     ]
     return numbers[0] if len(numbers) == 1 else None
+
+
+# --- how far values are from the truth, and how far they may be -----------------------------------
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far one value of the swapped graph is from the truth.
+
+    bounds:   of the whole tensor's error and of its worst element's.
+    excused:  elements that are not finite without swaps either.
+    """
+
+    name: str
+    ratio: float = 0.0
+    said: str = ""
+    is_as_run: bool = False
+    target: Tensor | None = None
+    dtype: torch.dtype | None = None
+    bounds: tuple[float, ...] = ()
+    excused: Tensor | None = None
+
+    def is_missed_by(self, value: Tensor | None) -> bool:
+        """Whether another run's value is out of the bounds too."""
+        if _form_differs(value, self.target, self.dtype, self.is_as_run):
+            return True
+        if self.target is None or not self.bounds:
+            return False
+        errors = _errors(_or_zeros(value, self.target), self.target, self.excused)
+        return any(_ratio(e, b) > 1 for e, b in zip(errors, self.bounds, strict=True))
+
+
+NOTHING = Comparison("nothing")
+
+
+def compare(
+    actual: Values,
+    plain: Values,
+    truth: Values,
+    noisy: Callable[[], list[Values]],
+    *,
+    is_as_run: bool,
+) -> Comparison:
+    """The value of `actual` that is worst, against class E2, or the same formula in fp64.
+
+    Args:     plain: what the graph without swaps gave in the dtypes of actual; the truth, in fp64.
+              noisy: gives more of those, asked where the first alone is passed.
+    """
+    worst = NOTHING
+    for name, value in actual.items():
+        found = _compare_one(name, value, plain.get(name), truth.get(name), noisy, is_as_run)
+        if found.ratio >= worst.ratio:
+            worst = found
+    return worst
+
+
+def _compare_one(
+    name: str,
+    value: Tensor | None,
+    plain: Tensor | None,
+    target: Tensor | None,
+    noisy: Callable[[], list[Values]],
+    is_as_run: bool,
+) -> Comparison:
+    dtype = plain.dtype if plain is not None else None
+    if said := _form_differs(value, target, dtype, is_as_run):
+        return Comparison(name, math.inf, said, is_as_run, target, dtype)
+    if is_as_run:  # torch's own backward may fill in zeros
+        value, plain, target = _zeros_for_none(value, plain, target)
+    if value is None or plain is None or target is None:
+        return Comparison(name)
+    excused = ~_difference(plain, target).isfinite()
+    errors, sizes = (
+        _errors(value, target, excused),
+        _errors(target, torch.zeros_like(target), excused),
+    )
+    unit = _unit(value.dtype) if is_as_run else FORMULA
+    spread = _errors(plain, target, excused)
+
+    def bounds() -> tuple[float, ...]:
+        return tuple(2 * s + unit * size for s, size in zip(spread, sizes, strict=True))
+
+    def ratio() -> float:
+        return max(map(_ratio, errors, bounds()))
+
+    if ratio() > 1:
+        for other in noisy():
+            more = _errors(_or_zeros(other.get(name), target), target, excused)
+            spread = tuple(map(max, spread, more))
+    said = (
+        f"off by {ratio():.2g} times the bound (error {errors[0]:.2g} in a norm of {sizes[0]:.2g})"
+    )
+    return Comparison(name, ratio(), said, is_as_run, target, dtype, bounds(), excused)
+
+
+def _form_differs(
+    value: Tensor | None, target: Tensor | None, dtype: torch.dtype | None, is_as_run: bool
+) -> str:
+    """What is another kind of value, "" if nothing is."""
+    if value is None or target is None:
+        if value is target or is_as_run:
+            return ""
+        return "missing" if value is None else "there, and is missing without swaps"
+    if value.shape != target.shape:
+        return f"of shape {tuple(value.shape)}, and of {tuple(target.shape)} without swaps"
+    if dtype is not None and value.dtype != dtype:
+        return f"{value.dtype}, and {dtype} without swaps"
+    return ""
+
+
+def _or_zeros(value: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like) if value is None else value
+
+
+def _zeros_for_none(*values: Tensor | None) -> list[Tensor | None]:
+    known = next((v for v in values if v is not None), None)
+    return [known if known is None else _or_zeros(v, known) for v in values]
+
+
+def _difference(value: Tensor, target: Tensor) -> Tensor:
+    """The absolute difference in fp64; 0 where both are the same infinity or no number."""
+    kind = torch.complex128 if target.is_complex() else torch.float64
+    a, b = value.detach().to(kind), target.detach().to(kind)
+    same = (a == b) | (a.isnan() & b.isnan())
+    return torch.where(same, 0.0, (a - b).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
+
+
+def _errors(value: Tensor, target: Tensor, excused: Tensor | None) -> tuple[float, ...]:
+    """The norm of the difference and its largest element."""
+    difference = _difference(value, target)
+    if excused is not None:
+        difference = difference.masked_fill(excused, 0.0)
+    if not difference.numel():
+        return 0.0, 0.0
+    return float(difference.norm()), float(difference.max())
+
+
+def _unit(dtype: torch.dtype) -> float:
+    """Half an ulp of 1: what a last rounding may be off by."""
+    is_float = dtype.is_floating_point or dtype.is_complex
+    return torch.finfo(dtype).eps / 2 if is_float else 0.0
+
+
+def _ratio(error: float, bound: float) -> float:
+    if error <= bound:  # both may be 0
+        return error / bound if bound and bound < math.inf else 0.0
+    return error / bound if bound else math.inf

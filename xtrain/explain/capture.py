@@ -17,8 +17,8 @@ from xtrain import passes as graph_passes
 from xtrain import torch_compat
 from xtrain.compiler import entries
 from xtrain.compiler.backend import Backend
-from xtrain.compiler.report import Report
-from xtrain.compiler.session import Session, SiteError
+from xtrain.compiler.compile_report import Report
+from xtrain.compiler.compile_session import Session, SiteError
 from xtrain.config import ConfigError
 from xtrain.explain.changes import Changes, Stage, follow
 from xtrain.explain.snapshot import Snapshot, parameter_path, snapshot

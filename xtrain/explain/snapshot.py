@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from xtrain import torch_compat
-from xtrain.compiler.seeds import ENTRY_ROOT
+from xtrain.compiler.compile_report import ENTRY_ROOT
 from xtrain.passes.graph import body_operands, called_bodies, module_path, op_name
 from xtrain.passes.sites.insert_residual_dropout import SEEDS
 

@@ -35,7 +35,7 @@ from xtrain.optim import named_state
 from xtrain.rng import site_seed
 
 if TYPE_CHECKING:
-    from xtrain.compiler.report import Site
+    from xtrain.compiler.compile_report import Site
     from xtrain.training.trainer import Trainer
 
 DECISIONS = 4096  # of a mask, which a fingerprint is of

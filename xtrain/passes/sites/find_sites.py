@@ -26,7 +26,8 @@ class Found:
     """The sites of a graph and of the bodies that it calls, found once, and its account of sums.
 
     sites:   by graph, in running order; those of bodies that take no seeds among them.
-    account: None where only the whole forward can tell (a piece of it, compiler/recorder.py).
+    account: None where only the whole forward can tell, of which this is a piece
+             (compiler/forward_program.py).
     """
 
     program: Program

@@ -2,7 +2,7 @@
 
 It is only read, by sum_account.py. What is written in place is a new value for whoever reads it
 behind the write, so that edges alone tell what a value is made of. A graph is a program by
-itself; compiler/recorder.py joins those that graph breaks leave with what ran between them.
+itself; compiler/forward_program.py joins those that graph breaks leave with what ran between them.
 
 A body that no graph shows is recorded while it runs. That of another library's op runs by itself,
 on tensors without memory: whatever it did past torch's ops would raise, so nothing stays unseen.

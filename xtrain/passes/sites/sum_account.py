@@ -8,8 +8,8 @@ through something that holds parameters or is opaque, another of its addends. Ea
     unexplained   neither: strict mode raises, and says how a user settles it
 
 It is read off one flat graph (`Program`): bodies of checkpoints stand where they are called, and
-the pieces that graph breaks leave are joined with what ran between them (compiler/recorder.py).
-How R reaches an addend:
+the pieces that graph breaks leave are joined with what ran between them, in
+compiler/forward_program.py. How R reaches an addend:
 
     carries      R itself: cast, viewed, scaled, normed, in part, under sums that add branches to it
     of R alone   flip(R), softmax(R), R @ constant: nothing with parameters lies between

@@ -1,10 +1,20 @@
-"""What xtrain.compile found and did, as data and as a table."""
+"""What xtrain.compile found and did, as data and as a table; how it spells places in code."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
+from torch import fx
+
+from xtrain import torch_compat
+from xtrain.passes.graph import module_path, short_place
 from xtrain.passes.run import PassResult
+
+# The name under which our entry functions hold the model: graphs traced from them say so.
+ENTRY_ROOT = "L['_xtrain_model']"
+_LOCAL = re.compile(r"\bL\['(\w+)'\]")
+_LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n\s*(?P<code>[^\n]*)')
 
 
 @dataclass(frozen=True)
@@ -123,24 +133,24 @@ class Report:
     def __str__(self) -> str:
         from tabulate import tabulate
 
-        sites = [(s.name, s.layer, s.site, s.dropout) for s in self.sites]
-        passes = [
-            (
-                r.name,
-                r.num_matched,
-                r.num_replaced,
-                f"{r.num_nodes_before} -> {r.num_nodes_after}",
-                f"{r.time_ms:.1f}",
-                _counted(r.forms),
-                _counted(r.skipped),
-            )
-            for r in self.passes
-        ]
-        site_names = ["residual site", "layer", "site", "dropout by"]
-        pass_names = ["pass", "matched", "replaced", "nodes", "time (ms)", "form", "left alone"]
+        sites = {
+            "residual site": [s.name for s in self.sites],
+            "layer": [s.layer for s in self.sites],
+            "site": [s.site for s in self.sites],
+            "dropout by": [s.dropout for s in self.sites],
+        }
+        passes = {
+            "pass": [r.name for r in self.passes],
+            "matched": [r.num_matched for r in self.passes],
+            "replaced": [r.num_replaced for r in self.passes],
+            "nodes": [f"{r.num_nodes_before} -> {r.num_nodes_after}" for r in self.passes],
+            "time (ms)": [f"{r.time_ms:.1f}" for r in self.passes],
+            "form": [_counted(r.forms) for r in self.passes],
+            "left alone": [_counted(r.skipped) for r in self.passes],
+        }
         tables = [
-            tabulate(rows, names, tablefmt="simple", disable_numparse=rows is passes)
-            for rows, names in ((sites, site_names), (passes, pass_names))
+            tabulate(columns, "keys", tablefmt="simple", disable_numparse=columns is passes)
+            for columns, rows in ((sites, self.sites), (passes, self.passes))
             if rows
         ]
         parts = [
@@ -158,20 +168,56 @@ class Report:
         return "\n\n".join([*tables, "\n".join(parts)])
 
     def _account_said(self) -> str:
-        by_verdict = {v: [s for s in self.account if s.verdict == v] for v in _VERDICTS}
-        total, sites, open_ = (
-            sum(s.count for s in lines)
-            for lines in (self.account, by_verdict["site"], by_verdict["unexplained"])
-        )
-        said = [f"account of sums: {total} seen, {sites} are sites, {open_} unexplained"]
-        said += [f"left alone: {s.count} x {s.rule}" for s in by_verdict["left"] if not s.settled]
+        def total(*verdicts: str) -> int:
+            return sum(s.count for s in self.account if not verdicts or s.verdict in verdicts)
+
+        left = [s for s in self.account if s.verdict == "left" and not s.settled]
         settled = [s for s in self.account if s.settled]
-        said += [f"settled by sums=: {s.count} x {s.rule or 'dropout put in'}" for s in settled]
-        return "\n".join(said)
-
-
-_VERDICTS = ("site", "left", "unexplained")
+        said = f"account of sums: {total()} seen, {total('site')} are sites, "
+        said += f"{total('unexplained')} unexplained"
+        lines = [f"left alone: {s.count} x {s.rule}" for s in left]
+        lines += [f"settled by sums=: {s.count} x {s.rule or 'dropout put in'}" for s in settled]
+        return "\n".join([said, *lines])
 
 
 def _counted(counts: dict[str, int]) -> str:
     return "; ".join(f"{n} x {what}" for what, n in counts.items()) or "-"
+
+
+# --- places in the code of a model ----------------------------------------------------------------
+
+
+def without_locals(text: str) -> str:
+    """Spell what a piece behind a graph break starts from plainly: L['self'].proj as self.proj."""
+    return _LOCAL.sub(r"\1", text)
+
+
+def readable_path(path: str) -> str:
+    """Return a module path as a user would write it, from its source name in a graph."""
+    path = path.removeprefix(ENTRY_ROOT).removeprefix(".")
+    return without_locals(path) or "the model's own forward"
+
+
+def plain_path(node: fx.Node) -> str:
+    """Return the path of the module whose code a node was traced from, as a user writes it."""
+    path = module_path(node)
+    return path.removeprefix(ENTRY_ROOT).removeprefix("L['self']").removeprefix(".")
+
+
+def line_of(node: fx.Node) -> str:
+    """Return "file:line" of the code that a node was traced or recorded from, "" if unknown."""
+    if "place" in node.meta:
+        return str(node.meta["place"]).partition(" in ")[0]
+    traced = torch_compat.frames(str(node.meta.get("stack_trace") or ""))
+    return "" if not traced else ":".join(traced[-1])
+
+
+def place_of(node: fx.Node) -> str:
+    """Return the file, line and code that a node was traced from, its name where none is known."""
+    if "place" in node.meta:
+        return str(node.meta["place"])
+    found = list(_LINE.finditer(str(node.meta.get("stack_trace", ""))))
+    if not found:
+        return node.name
+    last = found[-1]
+    return f"{short_place(last['file'])}:{last['line']}, `{last['code'].strip()}`"

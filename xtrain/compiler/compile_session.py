@@ -13,22 +13,12 @@ import torch
 from torch import nn
 
 from xtrain import torch_compat
-from xtrain.compiler.blocks import Blocks
-from xtrain.compiler.bypasses import Bypasses
-from xtrain.compiler.dynamic_shapes import ShapeWatch
+from xtrain.blocks import Blocks
+from xtrain.compiler.compile_report import Report, Site, Verification
+from xtrain.compiler.forward_program import ForwardProgram
 from xtrain.compiler.options import Options
-from xtrain.compiler.recorder import Recorder
-from xtrain.compiler.report import Report, Site, Verification
-from xtrain.compiler.samples import Samples
-from xtrain.compiler.settled import SettledSums
+from xtrain.compiler.sizes import Samples, ShapeWatch
 from xtrain.compiler.step_keys import ReplayLedger, StepKey, StepKeys
-
-# What to do about an op that a backend cannot trace.
-UNTRACEABLE = (
-    "Write that op without values that are read on the host (in transformers: "
-    "experts_implementation='batched_mm', or 'grouped_mm' on bfloat16 weights), or pass "
-    "strict=False to train without dropout there."
-)
 
 
 class SiteError(RuntimeError):
@@ -58,6 +48,17 @@ class Call:
         return kind if count == 1 else f"{kind}_{count}"
 
 
+class _Thread(threading.local):
+    """What runs in one thread: forwards, the innermost last, and a block by a graph of its own.
+
+    A forward without dropout is None.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[Call | None] = []
+        self.block: str | None = None
+
+
 class Session:
     """What the graphs of one compiled model share: options, keys, sites, the running call."""
 
@@ -72,8 +73,7 @@ class Session:
         # by mode: an evaluation at another size must not make the training graphs dynamic
         self.shapes = {mode: ShapeWatch(options.dynamic) for mode in (True, False)}
         self.symbols: tuple[str, ...] = ()  # sources of ints that layers do not share
-        self.sums = SettledSums(options.sums)
-        self.recorder: Recorder | None = None  # of the forward that runs, where one is wanted
+        self.recording: ForwardProgram | None = None  # of the forward that runs, if wanted
         self.is_recording_wanted = True
         self.is_one_graph = False  # whether the forward that was recorded last was one graph
         self.breaks_at_start = 0  # graph breaks that Dynamo had listed when the forward began
@@ -85,52 +85,51 @@ class Session:
         self.num_forwards = 0
         self.num_breaks_before = len(torch_compat.graph_breaks())
         self.failures: list[str] = []  # of the backend, after which Dynamo leaves code to eager
+        self.warned_of: set[str] = set()  # ways around the dropout that was asked for
         self.last_executed: tuple[Site, ...] = ()
-        self.ledger: ReplayLedger[torch.Tensor] = ReplayLedger()
+        self.forwards: ReplayLedger[StepKey] = ReplayLedger()
+        self.seeds: ReplayLedger[torch.Tensor] = ReplayLedger()
         if options.logits == "drop" and (options.kernels == "off" or options.backend == "eager"):
             self.note("logits are kept: kernels='off' and backend='eager' swap no head and loss")
-        self.bypasses = Bypasses(model, self.blocks, options.dropout, lambda: self.is_running)
-        self._local = threading.local()
+        self._thread = _Thread()
         self._owners: dict[int, str | None] = {}
         self._homes: dict[Site, nn.Module] = {}
 
     @property
     def call(self) -> Call | None:
         """The training forward that runs in this thread, or None."""
-        stack = getattr(self._local, "stack", None)
-        return stack[-1] if stack else None
-
-    def push(self, call: Call | None) -> None:
-        """Enter a forward; None stands for one without dropout."""
-        if not hasattr(self._local, "stack"):
-            self._local.stack = []
-        self._local.stack.append(call)
-        self.num_forwards += 1
-
-    def pop(self) -> None:
-        """Leave the forward that was entered last."""
-        self._local.stack.pop()
+        return self._thread.calls[-1] if self._thread.calls else None
 
     @property
     def is_running(self) -> bool:
         """Whether a forward of the compiled model runs in this thread, with dropout or without."""
-        return bool(getattr(self._local, "stack", None))
+        return bool(self._thread.calls)
 
     @property
     def block(self) -> str | None:
         """The path of the block that runs in this thread by a graph of its own, or None."""
-        return getattr(self._local, "block", None)
+        return self._thread.block
+
+    @contextmanager
+    def running(self, call: Call | None) -> Iterator[None]:
+        """Enter a forward; None stands for one without dropout."""
+        self._thread.calls.append(call)
+        self.num_forwards += 1
+        try:
+            yield
+        finally:
+            self._thread.calls.pop()
 
     @contextmanager
     def running_block(self, path: str) -> Iterator[None]:
         """Say which of the layers that share a graph runs inside the context."""
-        outer, self._local.block = self.block, path
+        outer, self._thread.block = self.block, path
         if self.call is not None:
             self.call.blocks.add(path)
         try:
             yield
         finally:
-            self._local.block = outer
+            self._thread.block = outer
 
     def site(self, block: str, name: str, dropout: str = "xtrain") -> Site:
         """Return the site of that name in a block, listing it in the report on first sight."""
@@ -140,7 +139,7 @@ class Session:
             try:
                 layer = self.blocks.layer(block)
             except KeyError:
-                raise not_there(self.model, f"{block} is new") from None
+                raise self.not_as_compiled(f"{block} is new") from None
             site = Site(full_name, layer, name, dropout)
             self.sites[block, name] = site
         return site
@@ -182,31 +181,22 @@ class Session:
         top = self.model.training
         if not self.options.dropout:
             return top
-        modules: Iterable[nn.Module] = self._homes.values()
-        if not self._homes:
-            modules = self._holding_matrices
+        modules = self._homes.values() or self._holding_matrices
         return top if all(module.training == top for module in modules) else None
 
     @functools.cached_property
     def _holding_matrices(self) -> list[nn.Module]:
         return [m for m in self.model.modules() if any(p.ndim >= 2 for p in m.parameters())]
 
-    def failures_said(self) -> str:
-        """Return what a message says of the backend's failures so far, "" if there was none."""
-        if not self.failures:
-            return ""
-        return f" It began with this: {'; '.join(self.failures)}. {UNTRACEABLE}"
-
     def note(self, text: str) -> None:
         """Add a line to the report, once."""
         if text not in self.report.notes:
             self.report.notes.append(text)
 
-
-def not_there(model: nn.Module, change: str) -> SiteError:
-    """Return the error for a model whose modules have changed."""
-    name = type(model).__name__
-    return SiteError(
-        f"{name} is not the model that was compiled: {change}. Call xtrain.compile again where "
-        "layers have changed; sites are numbered by them."
-    )
+    def not_as_compiled(self, change: str) -> SiteError:
+        """Return the error for a model whose modules have changed."""
+        name = type(self.model).__name__
+        return SiteError(
+            f"{name} is not the model that was compiled: {change}. Call xtrain.compile again where "
+            "layers have changed; sites are numbered by them."
+        )

@@ -1,10 +1,10 @@
-"""Record one training forward whole: its compiled graphs, and what runs in eager between them.
+"""One training forward as one flat program: its compiled graphs, and the eager code between them.
 
 Dynamo leaves code to eager where a graph breaks, where a function is under torch.compiler.disable,
 where it gives up a frame. No graph shows such code, so a sum in it would train without dropout in
 silence. A dispatch mode sees each of its ops, in autograd.Function bodies too; graphs that ran join
-them as they were before our passes. The result is one flat program of the forward, whose sums the
-account judges (sites/sum_account.py). Recorded: the first training forward, and one behind each
+them as they were before our passes. The account judges its sums
+(passes/sites/sum_account.py). Recorded: the first training forward, and one behind each
 that compiled something new; tensors are held until it ends.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from xtrain.compiler.dynamic_shapes import SizeReader
+from xtrain.compiler.sizes import SizeReader
 from xtrain.passes.graph import is_library_op, written_operands
 from xtrain.passes.sites.find_sites import Found
 from xtrain.passes.sites.program import (
@@ -31,7 +31,7 @@ from xtrain.passes.sites.sum_account import Settled, SumAccount, SumEntry
 from xtrain.passes.sites.ways import Ways
 
 
-class Recorder(Recording):
+class ForwardProgram(Recording):
     """A dispatch mode over one forward; `judge` returns the account of what it saw."""
 
     def __init__(self, inputs: Iterable[torch.Tensor]):
