@@ -38,27 +38,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from bench.report import short
+import numpy as np
+
+from bench.report import NOT_AVAILABLE, short
 from xtrain.command_line import output_file
 from xtrain.rng import SEED_RANGE
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30
-NOT_AVAILABLE = "n/a"
 
 
 # --- statistics -----------------------------------------------------------------------------------
-
-
-def percentile(values: Sequence[float], q: float) -> float:
-    """Return the q-th percentile (q in [0, 100]), linear between neighbours, as numpy's default."""
-    if not values:
-        raise ValueError("percentile of no values")
-    ordered = sorted(values)
-    position = (len(ordered) - 1) * q / 100
-    low = math.floor(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
 @dataclass(frozen=True)
@@ -72,7 +62,7 @@ class Summary:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Summary:
-        p20, p50, p80 = (percentile(values, q) for q in (20, 50, 80))
+        p20, p50, p80 = np.percentile(values, (20, 50, 80)).tolist()
         return cls(p20, p50, p80, len(values))
 
     def __str__(self) -> str:
@@ -342,31 +332,19 @@ def device_of(given: str | None) -> str:
     return device
 
 
-def positive(text: str) -> int:
-    """Parse a whole number of 1 or more."""
-    value = int(text)
-    if value < 1:
-        raise ValueError
-    return value
+def number(name: str, kind: type, at_least: float, at_most: float = math.inf) -> Callable:
+    """Return a parser of numbers in a range, by the name that argparse calls them."""
+
+    def parse(text: str) -> Any:
+        value = kind(text)
+        if not at_least <= value <= at_most:
+            raise ValueError
+        return value
+
+    parse.__name__ = name
+    return parse
 
 
-def seed(text: str) -> int:
-    """Parse what torch's generators take."""
-    value = int(text)
-    if not SEED_RANGE[0] <= value <= SEED_RANGE[1]:
-        raise ValueError
-    return value
-
-
-def probability(text: str) -> float:
-    """Parse a number in [0, 1)."""
-    value = float(text)
-    if not 0 <= value < 1:
-        raise ValueError
-    return value
-
-
-# What argparse calls them when they refuse a value.
-positive.__name__ = "positive int"
-seed.__name__ = "seed, from -2^63 to 2^64 - 1"
-probability.__name__ = "probability in [0, 1)"
+positive = number("positive int", int, 1)
+seed = number("seed, from -2^63 to 2^64 - 1", int, *SEED_RANGE)
+probability = number("probability in [0, 1)", float, 0, math.nextafter(1, 0))

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from xtrain.report import template
+
 NOT_AVAILABLE = "n/a"
 
 
@@ -116,27 +118,14 @@ def _setup_sentence(setup: Mapping[str, Any]) -> str:
     return "; ".join(entries) + "."
 
 
-def _template(path: Path) -> Any:
-    import jinja2
-
-    environment = jinja2.Environment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    environment.filters["g"] = "{:.3g}".format  # a number in three digits
-    return environment.from_string(path.read_text(encoding="utf-8"))
+def render(path: Path, **values: Any) -> str:
+    """Return the Markdown that a template makes of values."""
+    return template(path, escape=False).render(values)
 
 
-def render(template: Path, **values: Any) -> str:
-    """Return the page that a template makes of values."""
-    return _template(template).render(**values)
-
-
-def texts(template: Path, **values: Any) -> dict[str, list[str]]:
+def texts(path: Path, **values: Any) -> dict[str, list[str]]:
     """Return the texts that a template sets, by name, in sentences or items: its lines."""
-    found = vars(_template(template).make_module(values))
+    found = vars(template(path, escape=False).make_module(values))
     found = {name: text for name, text in found.items() if isinstance(text, str)}
     return {name: text.strip().splitlines() for name, text in found.items()}
 
@@ -160,11 +149,6 @@ def noise(summaries: Mapping[str, Any]) -> list[str]:
         return []
     name = max(spreads, key=lambda n: spreads[n])
     return [f"Noise: p20 to p80 spans up to {spreads[name]:.0%} of the median ({name})."]
-
-
-def failures(errors: Mapping[str, str | None]) -> list[str]:
-    """Say what failed and why."""
-    return [f"{name} failed: {error}" for name, error in errors.items() if error is not None]
 
 
 # --- plots ----------------------------------------------------------------------------------------

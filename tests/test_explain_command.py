@@ -19,7 +19,7 @@ import xtrain
 from xtrain import ops
 from xtrain.compiler import swaps
 from xtrain.config import RunConfig
-from xtrain.explain.command import main
+from xtrain.explain.__main__ import main
 from xtrain.passes.use_triton_rope import use_triton_rope
 
 ROOT = Path(__file__).parent.parent
@@ -33,7 +33,7 @@ def test_help_is_quick_and_imports_no_torch():
 import sys
 import xtrain
 from xtrain.config import RunConfig
-from xtrain.explain.command import main
+from xtrain.explain.__main__ import main
 try:
     main(["--help"])
 except SystemExit as stop:

@@ -1,4 +1,4 @@
-"""From what timing.py measured to the report: rows, targets, the choice of form, words, plot."""
+"""From what timing.py measured to the report: rows, targets, the choice of form, plot."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.harness import GIB, Ratio, Summary, block_ratio, flat, percentile
+from bench.harness import GIB, Ratio, Summary, block_ratio, flat
 from bench.ops.common import (
     BEST_OTHER,
     COPY,
@@ -73,7 +73,7 @@ class Rows:
 
 
 def p50_ms(row: Measured) -> float:
-    return percentile(flat(row.blocks), 50)
+    return statistics.median(flat(row.blocks))
 
 
 def build_report(
@@ -86,9 +86,21 @@ def build_report(
     """Return the report of a run over some ops."""
     rows = Rows(measured)
     on_gpu = environment["gpu"] != NOT_AVAILABLE
-    values = dict(environment=environment, on_gpu=on_gpu, benches=benches, plan=plan)
-    said = texts(Path(__file__).with_name("words.jinja"), **values)
     checks = [check for bench in benches for check in checks_of(bench, rows)]
+    said = texts(
+        Path(__file__).with_name("words.jinja"),
+        environment=environment,
+        on_gpu=on_gpu,
+        benches=benches,
+        plan=plan,
+        num_met=sum(c[3].startswith("met") for c in checks),
+        missed=[(c[0], c[3].removeprefix("missed ")) for c in checks if c[3].startswith("missed")],
+        num_unmeasured=sum(c[3] == "not measured" for c in checks),
+        num_targets=len(checks),
+        missing=by_reason(rows, "missing"),
+        failed=by_reason(rows, "error"),
+    )
+    timed = [m for m in rows.all if m.is_timed]
     sections = [("At a glance: forward and backward", GLANCE_HEADERS, glance_rows(rows))]
     sections += [section(bench, rows) for bench in benches]
     if forms := form_rows(rows):
@@ -96,13 +108,17 @@ def build_report(
     return Report(
         title=said["title"][0],
         question=" ".join(bench.question for bench in benches),
-        result=result_sentences(checks, rows),
+        result=said["result"],
         setup=environment,
         method=said["method"],
         headers=[],
         rows=[],
         reproduce=command,
-        limits=said["limits"] + limits(rows),
+        limits=[
+            said["limits"][0],
+            *noise({f"{m.op} {m.case}, {m.provider}": Summary.of(flat(m.blocks)) for m in timed}),
+            *said["limits"][1:],
+        ],
         checks=checks,
         data={"plan": asdict(plan), "rows": [row_data(rows, m) for m in measured]},
         sections=sections,
@@ -232,44 +248,24 @@ def form_rows(rows: Rows) -> list[list[str]]:
     return found
 
 
-# --- words ----------------------------------------------------------------------------------------
+# --- values for the words and for machines --------------------------------------------------------
 
 
-def result_sentences(checks: Sequence[Sequence[str]], rows: Rows) -> list[str]:
-    """Say how many targets were met, which were missed and what failed."""
-    met = sum(c[3].startswith("met") for c in checks)
-    missed = [c for c in checks if c[3].startswith("missed")]
-    sentences = []
-    if checks:
-        sentences.append(f"{met} of {len(checks)} targets were met.")
-    if missed:
-        sentences.append("Missed: " + "; ".join(f"{c[0]} ({c[3][7:]})" for c in missed) + ".")
-    if unmeasured := sum(c[3] == "not measured" for c in checks):
-        sentences.append(f"Not measured: {unmeasured}; the table says why.")
-    if failed := sorted({f"{m.op} {m.provider}" for m in rows.all if m.error}):
-        sentences.append(f"Failed: {', '.join(failed)}.")
-    return sentences or ["No targets are set for these cases."]
-
-
-def limits(rows: Rows) -> list[str]:
-    """Say how noisy it was, what is missing and what failed."""
-    timed = [m for m in rows.all if m.is_timed]
-    lines = noise({f"{m.op} {m.case}, {m.provider}": Summary.of(flat(m.blocks)) for m in timed})
-    for words, attribute in (("not there", "missing"), ("failed", "error")):
-        by_reason: dict[str, list[str]] = {}
-        for m in rows.all:
-            if reason := getattr(m, attribute):
-                by_reason.setdefault(reason, []).append(f"{m.op} {m.provider}")
-        for reason, who in by_reason.items():
-            lines.append(f"{', '.join(dict.fromkeys(who))} {words}: {reason}")
-    return lines
+def by_reason(rows: Rows, attribute: str) -> dict[str, list[str]]:
+    """Return why rows are "missing", or what their "error" is -> the providers that say so."""
+    found: dict[str, list[str]] = {}
+    for m in rows.all:
+        if reason := getattr(m, attribute):
+            who, name = found.setdefault(reason, []), f"{m.op} {m.provider}"
+            who += [name] if name not in who else []
+    return found
 
 
 def row_data(rows: Rows, row: Measured) -> dict[str, Any]:
     """Return what the JSON holds of a row; times in microseconds."""
     us = [1e3 * t for t in flat(row.blocks)]
     ratios = {p: rows.ratio(row, p) for p in (COPY, INDUCTOR, LIGER, SEE_THROUGH)}
-    p50 = percentile(us, 50) if us else None
+    p50 = statistics.median(us) if us else None
     return {
         "op": row.op,
         "case": row.case.name,
