@@ -243,7 +243,7 @@ def environment(device_type: str, commit: str | None = None) -> dict[str, Any]:
 def git_commit(folder: Path = ROOT) -> str:
     """Return the commit of a checkout, "-dirty" behind it if tracked files differ from it."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    return _output_of(command, folder) or "unknown (not a git checkout; --commit names one)"
+    return output_of(command, folder) or "unknown (not a git checkout; --commit names one)"
 
 
 def command_line(script: str, arguments: Sequence[str]) -> str:
@@ -265,7 +265,7 @@ def load_average() -> float | None:
 
 def _nvidia_smi(fields: str) -> list[str]:
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
-    lines = _output_of(command).splitlines()
+    lines = output_of(command).splitlines()
     if not lines:
         return [NOT_AVAILABLE] * len(fields.split(","))
     return [value.strip() for value in lines[0].split(",")]
@@ -292,7 +292,8 @@ def version_of(module: str) -> str:
         return "not installed"
 
 
-def _output_of(command: list[str], folder: Path | None = None) -> str:
+def output_of(command: list[str], folder: Path | None = None) -> str:
+    """Return what a command prints, "" if it fails."""
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
