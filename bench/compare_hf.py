@@ -1,19 +1,10 @@
 """Is an unmodified transformers Llama faster under xtrain.compile than by what its users have?
 
-One training step (forward, backward, AdamW) on real text, run in turn by
-
-    torch        torch.compile of transformers' LlamaForCausalLM, without dropout
-    liger        the same model patched by Liger-Kernel, eager, without dropout
-    xtrain       xtrain.compile(model, dropout=p, logits="drop") of the unmodified model
-    xtrain-p0    the same with dropout=0
-    own          xtrain's own Transformer of that shape under xtrain.compile(dropout=p)
-    liger-torch  liger under torch.compile
-    eager        the model as it is
-    blocks       xtrain.compile_blocks of the unmodified model: its first step alone
-
-each in a process of its own with empty compile caches. Every step counts for the loss curves, which
---plot lays over each other. Without flags: the 1.1B shape on a GPU, a tiny one on a CPU. Exit code
-1 if a variant failed, 2 for a wrong flag.
+One training step (forward, backward, AdamW) on real text, run in turn by the variants below, each
+in a process of its own with empty compile caches. xtrain gets logits="drop"; "blocks" is run for
+its first step alone. Every step counts for the loss curves, which --plot lays over each other.
+Without flags: the 1.1B shape on a GPU, a tiny one on a CPU. Exit code 1 if a variant failed, 2 for
+a wrong flag.
 """
 
 from __future__ import annotations
@@ -43,13 +34,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def build_parser() -> Parser:
     """Return the command line's parser."""
-    parser = Parser(prog="bench/compare_hf.py", description=__doc__)
+    kind = KINDS["llama"]
+    parser = Parser(prog="bench/compare_hf.py", description=__doc__, epilog=kind.listing())
     add = parser.add_argument
     add("--shape", choices=tuple(LLAMA_SHAPES), help="of the Llama (GPU: 1b, CPU: tiny)")
     add("--layers", type=harness.positive, help="number of layers (by shape)")
     add("--learning-rate", type=float, default=3e-4, help="constant (3e-4)")
     add("--plot", type=output_file, metavar="FILE", help="draw the loss curves, a PNG")
-    turns.add_flags(add, KINDS["llama"])
+    turns.add_flags(add, kind)
     return parser
 
 

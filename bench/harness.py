@@ -28,11 +28,9 @@ import platform
 import shlex
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -46,6 +44,8 @@ from xtrain.rng import SEED_RANGE
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30
+# Read where torch is imported: keeps the profiler's start and stop lines off the terminal.
+os.environ.setdefault("KINETO_LOG_LEVEL", "5")
 
 
 # --- statistics -----------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ def cpu_tensor_peak_bytes(call: Callable[[], object]) -> int:
     from torch.profiler import ProfilerActivity, profile
 
     gc.collect()
-    with _quiet_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         call()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
@@ -196,20 +196,6 @@ def cpu_tensor_peak_bytes(call: Callable[[], object]) -> int:
     if not totals:
         raise RuntimeError("the profiler recorded no allocation")
     return max(totals)
-
-
-@contextmanager
-def _quiet_stderr() -> Iterator[None]:
-    """Keep the profiler's start and stop lines, which C++ writes, off the terminal."""
-    sys.stderr.flush()
-    saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 2)
-    try:
-        yield
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)
-        os.close(null)
 
 
 # --- the machine ----------------------------------------------------------------------------------

@@ -366,7 +366,7 @@ def test_a_limit_on_time_leaves_rows_that_say_so():
 def test_filling_the_caches_says_what_went_wrong():
     assert op_timing.fill_caches([], "cpu", 3) == []
     (problem,) = op_timing.fill_caches([("sdpa", 0), ("conv", 0)], "cpu", 1)
-    assert problem == "exit code 1: KeyError: 'conv'"
+    assert problem == "conv, case 0: KeyError: 'conv'"
 
 
 def test_run_op_says_by_its_exit_code_that_a_provider_failed(monkeypatch, capsys):

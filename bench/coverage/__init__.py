@@ -7,7 +7,8 @@ expected.toml   the sites of every type, read off its modelling code
 preload.py      what the server process imports once for all children
 table.md.jinja  docs/coverage.md, from the records and the verdicts here
 
-Results are kept after each class; a second run takes up where the first ended. No torch here.
+Results are kept in bench/results/coverage.json after each class; a second run takes up where the
+first ended. No torch here.
 """
 
 from __future__ import annotations

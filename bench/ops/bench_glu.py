@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.ops.common import (
-    COPY,
     Bench,
     Case,
     Inputs,
@@ -22,6 +21,7 @@ from bench.ops.common import (
     Target,
     decomposed,
     liger,
+    near_copy,
     never_slower,
     usual_providers,
 )
@@ -129,21 +129,17 @@ def glu(op: str, question: str, cases: dict[str, list[Case]], targets: list[Targ
     )
 
 
-def _near_copy(*names: str) -> Target:
-    return Target("at least 92% of copy's bandwidth", 1 / 0.92, COPY, cases=names)
-
-
 BENCHES = (
     glu(
         "swiglu",
         "Is SwiGLU at the memory limit, its operands apart or packed?",
         CASES,
-        [_near_copy(name, f"{name}, packed") for name in ("1b", "124m", "8b")],
+        [near_copy(92, name, f"{name}, packed") for name in ("1b", "124m", "8b")],
     ),
     glu(
         "geglu",
         "Is GeGLU at the memory limit, by tanh and by erf, its operands apart or packed?",
         GEGLU_CASES,
-        [_near_copy(case.name) for case in GEGLU_CASES["cuda"]],
+        [near_copy(92, case.name) for case in GEGLU_CASES["cuda"]],
     ),
 )

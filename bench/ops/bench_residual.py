@@ -27,6 +27,7 @@ from bench.ops.common import (
     decomposed,
     keep_rate_problem,
     liger,
+    near_copy,
     never_slower,
     truth_by,
     usual_providers,
@@ -277,15 +278,7 @@ DROPOUT_BENCH = Bench(
         lambda case: lambda x, seed, offset: DROPOUT.public(x, P, seed, offset),
         own_mask=True,
     ),
-    targets=[
-        Target(
-            "at least 85% of copy's bandwidth",
-            1 / 0.85,
-            COPY,
-            mode="forward",
-            cases=("8b stream",),
-        )
-    ],
+    targets=[near_copy(85, "8b stream", mode="forward")],
     num_bytes=num_bytes,
     truth=lambda case, inputs: truth_by(
         lambda x, seed, offset: dropout_reference(x, P, seed, offset), inputs
@@ -305,10 +298,7 @@ NORM_BENCH = Bench(
         lambda case: lambda x, weight: NORM.public(x, weight, EPS),
         ligers_norm,
     ),
-    targets=[
-        Target("at least 92% of copy's bandwidth", 1 / 0.92, COPY, cases=("8b stream",)),
-        *never_slower(),
-    ],
+    targets=[near_copy(92, "8b stream"), *never_slower()],
     num_bytes=num_norm_bytes,
     truth=lambda case, inputs: truth_by(torchs_norm(case), inputs),
     form=lambda case, inputs: decomposed(NORM.supports(*inputs.args, EPS)),

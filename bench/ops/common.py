@@ -1,7 +1,6 @@
 """What the benchmarks of single ops share: the record of one, and the check of what they compute.
 
-A file bench_<family>.py holds BENCHES: a `Bench` for each op of the family. `report_ops.py` lists
-them, timing.py checks what the providers compute and times them, report.py says what came out.
+A file bench_<family>.py holds BENCHES: a `Bench` for each op of the family.
 """
 
 from __future__ import annotations
@@ -95,12 +94,19 @@ Builder = Callable[[Case], Callable[..., Any]]  # -> function(*args); raises Not
 
 @dataclass(frozen=True)
 class Provider:
-    """One way of computing an op."""
+    """One way of computing an op; `of` builds it for a case."""
 
     build: Builder
     own_mask: bool = False  # draws from torch's generator: held to its own mask
     mutates: bool = False  # writes into inputs or incoming gradients
+    on_gpu: bool = False  # has no CPU form
     error_factor: float = PEER_ERROR_FACTOR
+
+    def of(self, case: Case, device: torch.device) -> Callable[..., Any]:
+        """Return the function that takes a case's inputs; raises NotThere."""
+        if self.on_gpu and device.type != "cuda":
+            raise NotThere("needs a GPU")
+        return self.build(case)
 
 
 @dataclass(frozen=True)
@@ -117,6 +123,12 @@ class Target:
 
 BEST_OTHER = "the fastest other"
 NEVER_SLOWER = 1.02
+
+
+def near_copy(percent: int, *cases: str, mode: str = "both") -> Target:
+    """Return the target of an op that moves memory and does no more."""
+    claim = f"at least {percent}% of copy's bandwidth"
+    return Target(claim, 100 / percent, COPY, mode=mode, cases=cases)
 
 
 def never_slower(*cases: str) -> list[Target]:

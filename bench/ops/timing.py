@@ -6,16 +6,15 @@ a call's tensors would fit in a few L2 caches, consecutive calls work on differe
 
 Compiling takes most of a run over all ops and uses one core; its results (inductor's graphs,
 Triton's binaries) are cached on disk under keys that do not know the process. `fill_caches` has
-several processes fill them (this file as a module), so that one process can then time.
+several processes fill them, so that one process can then time.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import math
+import multiprocessing
 import os
-import subprocess
 import sys
 import time
 import warnings
@@ -196,7 +195,7 @@ class CaseRun:
             try:
                 if name == OURS and self.on_gpu:
                     facts["note"] = self.bench.form(self.case, self.inputs)
-                function = self.bench.providers[name].build(self.case)
+                function = self.bench.providers[name].of(self.case, self.clock.device)
                 self._check(name, function, yardstick, facts)
             except Exception as error:  # one provider's failure costs its own rows
                 facts |= why(error)
@@ -312,60 +311,46 @@ def _copy(num_bytes: int, clock: Clock) -> Timed:
 
 # --- caches ---------------------------------------------------------------------------------------
 
-Task = tuple[str, int]  # an op and the number of one of its cases
 
+def fill_caches(
+    tasks: Sequence[tuple[str, int]], device_type: str, num_processes: int
+) -> list[str]:
+    """Compile every provider of some cases, of an op by number; say what went wrong.
 
-def fill_caches(tasks: Sequence[Task], device: str, num_processes: int) -> list[str]:
-    """Compile every provider of these cases; return what went wrong, which costs time alone."""
-    environment = {
-        **os.environ,
-        "TORCHINDUCTOR_COMPILE_THREADS": "2",  # each process has compile workers of its own
-        "OMP_NUM_THREADS": str(torch.get_num_threads()),  # part of the key of CPU code
-    }
-    shares = [list(tasks[i::num_processes]) for i in range(num_processes)]
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-m", "bench.ops.timing", device, json.dumps(share)],
-            cwd=harness.ROOT,
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for share in shares
-        if share
-    ]
-    problems, end = [], time.monotonic() + FILL_S
-    for process in running:
-        try:
-            _, errors = process.communicate(timeout=max(0.0, end - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            _, errors = process.communicate()
-        if process.returncode != 0:
-            last = errors.strip().splitlines()[-1:] or ["no message"]
-            problems.append(f"exit code {process.returncode}: {last[0][:200]}")
+    That costs time alone: the run itself meets it again and puts it in the table.
+    """
+    context, end = multiprocessing.get_context("spawn"), time.monotonic() + FILL_S
+    problems = []
+    with context.Pool(num_processes, _prepare, (torch.get_num_threads(),)) as pool:
+        calls = [pool.apply_async(_compile, (device_type, *task)) for task in tasks]
+        for call, (op, number) in zip(calls, tasks, strict=True):
+            try:
+                problems += call.get(max(0.0, end - time.monotonic()))
+            except multiprocessing.TimeoutError:
+                problems.append(f"{op}, case {number}: not compiled within {FILL_S} s")
+            except Exception as error:
+                problems.append(f"{op}, case {number}: {why(error)['error']}")
     return problems
 
 
-def compile_share(device: torch.device, tasks: Sequence[Task]) -> None:
-    """Compile one process's share of the cases."""
-    for op, number in tasks:
-        bench = bench_of(op)
-        case = bench.cases[device.type][number]
-        torch.manual_seed(0)
-        inputs = bench.make_inputs(case, device)
-        for name, provider in bench.providers.items():
-            if name == EAGER:
-                continue
-            try:
-                forward_and_backward(provider.build(case), inputs.clone())
-            except NotThere:
-                continue
-            except Exception as error:  # the run itself meets it again and puts it in the table
-                print(f"{op} {name}: {type(error).__name__}: {error}", file=sys.stderr)
-        torch._dynamo.reset()
+def _prepare(num_threads: int) -> None:
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "2"  # each process has compile workers of its own
+    torch.set_num_threads(num_threads)  # part of the key of CPU code
 
 
-if __name__ == "__main__":
-    compile_share(torch.device(sys.argv[1]), json.loads(sys.argv[2]))
+def _compile(device_type: str, op: str, number: int) -> list[str]:
+    """Compile the providers of one case; return what failed."""
+    bench, device, problems = bench_of(op), torch.device(device_type), []
+    case = bench.cases[device_type][number]
+    torch.manual_seed(0)
+    inputs = bench.make_inputs(case, device)
+    for name, provider in bench.providers.items():
+        try:
+            if name != EAGER:
+                forward_and_backward(provider.of(case, device), inputs.clone())
+        except NotThere:
+            continue
+        except Exception as error:
+            problems.append(f"{op}, {name}: {why(error)['error']}")
+    torch._dynamo.reset()
+    return problems

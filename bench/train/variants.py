@@ -105,6 +105,10 @@ class Kind:
     num_losses: int
     curves: bool = False
 
+    def listing(self) -> str:
+        """Return what `--help` says of the variants."""
+        return "variants:\n" + "\n".join(f"  {v.name:22}{v.label}" for v in self.variants.values())
+
 
 _COMPARED = Kind(
     {v.name: v for v in _OWN},
