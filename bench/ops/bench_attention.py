@@ -24,11 +24,8 @@ from bench.ops.common import (
     NotThere,
     Provider,
     Target,
-    decomposed,
     forward_and_backward,
     liger,
-    near_copy,
-    never_slower,
     usual_providers,
 )
 from xtrain.ops import OPS
@@ -260,11 +257,9 @@ BENCHES = (
             ligers,
             mutates=True,
         ),
-        targets=[near_copy(92, "1b"), *never_slower()],
+        targets=[Target.near_copy(92, "1b"), *Target.never_slower()],
         num_bytes=num_rope_bytes,
-        form=lambda case, inputs: decomposed(
-            ROPE.supports(*inputs.args, layout=case.options["layout"])
-        ),
+        supports=lambda case, inputs: ROPE.supports(*inputs.args, layout=case.options["layout"]),
     ),
     Bench(
         op="sdpa",

@@ -17,6 +17,7 @@ from torch import Tensor
 EAGER, INDUCTOR, LIGER = "eager", "inductor", "Liger"
 SEE_THROUGH = "inductor, xtrain"  # inductor fuses the op's decomposition
 OURS = "xtrain"  # what the op runs by itself: its kernel
+BEST_OTHER = "the fastest other"  # with which a target may compare
 COPY = "copy"  # as many bytes as the floor counts, moved by torch's copy_: what 100% means
 
 # What the error bound adds to a multiple of plain PyTorch's error, relative to the largest value:
@@ -28,6 +29,7 @@ SLACK = {
     torch.float64: 1e-14,
 }
 OUR_ERROR_FACTOR = 2.0  # the project's bound on error against fp64, in units of plain PyTorch's
+NEVER_SLOWER = 1.02  # in units of the other's time
 PEER_ERROR_FACTOR = 16.0  # a peer may be coarser, not wrong; the table says how coarse
 
 
@@ -120,20 +122,16 @@ class Target:
     mode: str = "both"
     cases: tuple[str, ...] = ()  # names of cases; () means all
 
+    @classmethod
+    def near_copy(cls, percent: int, *cases: str, mode: str = "both") -> Target:
+        """Return the target of an op that moves memory and does no more."""
+        claim = f"at least {percent}% of copy's bandwidth"
+        return cls(claim, 100 / percent, COPY, mode=mode, cases=cases)
 
-BEST_OTHER = "the fastest other"
-NEVER_SLOWER = 1.02
-
-
-def near_copy(percent: int, *cases: str, mode: str = "both") -> Target:
-    """Return the target of an op that moves memory and does no more."""
-    claim = f"at least {percent}% of copy's bandwidth"
-    return Target(claim, 100 / percent, COPY, mode=mode, cases=cases)
-
-
-def never_slower(*cases: str) -> list[Target]:
-    """Return the targets that every pointwise op and norm has at every size."""
-    return [Target("never slower", NEVER_SLOWER, other, cases=cases) for other in (INDUCTOR, LIGER)]
+    @classmethod
+    def never_slower(cls) -> list[Target]:
+        """Return the targets that every pointwise op and norm has at every size."""
+        return [cls("never slower", NEVER_SLOWER, other) for other in (INDUCTOR, LIGER)]
 
 
 @dataclass
@@ -146,7 +144,8 @@ class Bench:
     num_bytes:      that must move at least, by case and mode; None: not limited by memory.
     num_flops:      of the products alone; None: not limited by arithmetic.
     truth:          outputs and gradients in fp64; by default of `plain` on fp64 inputs.
-    form:           what a row of ours runs, where that is not the op's kernel, else "".
+    supports:       why a row of ours runs the op's decomposition, None where it is the kernel.
+    form:           what else is to be said of such a row, else "".
     trim:           the part of the results that `truth` speaks of.
     plain_results:  that part of what `plain` gives.
     check_own_mask: what is wrong with a provider that draws masks of its own, or None.
@@ -164,6 +163,7 @@ class Bench:
     num_flops: Callable[[Case, str], int | None] = lambda case, mode: None
     modes: tuple[str, ...] = ("forward", "both")
     truth: Callable[[Case, Inputs], list[Tensor]] | None = None
+    supports: Callable[[Case, Inputs], str | None] = lambda case, inputs: None
     form: Callable[[Case, Inputs], str] = lambda case, inputs: ""
     trim: Callable[[Case, list[Tensor]], list[Tensor]] = lambda case, results: results
     plain_results: Callable[[Case, Inputs], list[Tensor]] | None = None
@@ -203,11 +203,6 @@ def usual_providers(
     if ligers is not None:
         found[LIGER] = Provider(ligers, own_mask=own_mask, mutates=mutates)
     return found
-
-
-def decomposed(reason: str | None) -> str:
-    """Return a row's note from what `supports` said."""
-    return "" if reason is None else f"runs the decomposition: {reason}"
 
 
 def liger(module: str, function: str) -> Any:

@@ -11,16 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness import GIB, Ratio, Summary, block_ratio, flat
-from bench.ops.common import (
-    BEST_OTHER,
-    COPY,
-    INDUCTOR,
-    LIGER,
-    OURS,
-    SEE_THROUGH,
-    Bench,
-    Target,
-)
+from bench.ops.common import BEST_OTHER, COPY, INDUCTOR, LIGER, OURS, SEE_THROUGH, Bench, Target
 from bench.ops.timing import Measured, Plan
 from bench.report import NOT_AVAILABLE, Report, figure, noise, short, texts
 

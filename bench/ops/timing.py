@@ -194,7 +194,9 @@ class CaseRun:
             facts: dict[str, Any] = {}
             try:
                 if name == OURS and self.on_gpu:
-                    facts["note"] = self.bench.form(self.case, self.inputs)
+                    reason = self.bench.supports(self.case, self.inputs)
+                    note = f"runs the decomposition: {reason}" if reason else ""
+                    facts["note"] = note or self.bench.form(self.case, self.inputs)
                 function = self.bench.providers[name].of(self.case, self.clock.device)
                 self._check(name, function, yardstick, facts)
             except Exception as error:  # one provider's failure costs its own rows

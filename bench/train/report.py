@@ -13,16 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from bench.harness import Ratio, Summary, block_ratio, flat
-from bench.report import (
-    NOT_AVAILABLE,
-    Report,
-    cell,
-    figure,
-    noise,
-    shared_machine,
-    short,
-    texts,
-)
+from bench.report import NOT_AVAILABLE, Report, cell, figure, noise, shared_machine, short, texts
 from bench.train.turns import Outcome, Plan
 from bench.train.variants import Setting, Variant
 
