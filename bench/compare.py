@@ -30,16 +30,16 @@ from xtrain.command_line import Parser, command  # noqa: E402
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, write and print; return the exit code."""
-    asked = turns.read(build_parser(), resolve, arguments)
-    if asked.flags.drift:
+    flags, setting, plan, command = turns.read(build_parser(), resolve, arguments)
+    if flags.drift:
         from bench.drift.records import eager_against_compiled
 
-        print("\n" + eager_against_compiled(asked.setting), end="")
+        print("\n" + eager_against_compiled(setting), end="")
         return 0
-    if asked.flags.kernels:
-        print(turns.kernel_table(asked.setting, asked.plan))
+    if flags.kernels:
+        print(turns.kernel_table(setting, plan))
         return 0
-    return turns.compare(asked)
+    return turns.compare(flags, setting, plan, command)
 
 
 def build_parser() -> Parser:
@@ -69,26 +69,11 @@ def resolve(flags: Namespace) -> tuple[Setting, Plan]:
     kind = device.partition(":")[0]
     preset = flags.preset or ("124m" if kind == "cuda" else "small")
     batch, seq = SHAPES[preset]
-    setting = Setting(
-        preset=preset,
-        model=flags.model,
-        batch=flags.batch or batch,
-        seq=flags.seq or seq,
-        vocab=flags.vocab or Config.preset(preset).vocab_size,
-        dropout=flags.dropout,
-        recompute=flags.recompute,
-        device=device,
-        dtype=flags.dtype or ("bf16" if kind == "cuda" else "fp32"),
-        threads=flags.threads,
-        seed=flags.seed,
-    )
-    check_size(
-        build_config(setting),
-        device,
-        batch_size=setting.batch,
-        micro_batch_size=setting.batch,
-        seq_len=setting.seq,
-    )
+    vocab = Config.preset(preset).vocab_size
+    setting = Setting.of(flags, device, preset=preset, batch=batch, seq=seq, vocab=vocab)
+    rows = setting.batch
+    config = build_config(setting)
+    check_size(config, device, batch_size=rows, micro_batch_size=rows, seq_len=setting.seq)
     # A visit on a GPU starts with an empty allocator and another variant's clocks and power: some
     # steps fill the one and settle the others. On a CPU one step warms the caches.
     steps, warm_up = (10, 6) if kind == "cuda" else (2, 1)

@@ -29,7 +29,7 @@ from xtrain.command_line import Parser, command, output_file  # noqa: E402
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, write and print; return the exit code."""
-    return turns.compare(turns.read(build_parser(), resolve, arguments))
+    return turns.compare(*turns.read(build_parser(), resolve, arguments))
 
 
 def build_parser() -> Parser:
@@ -53,18 +53,14 @@ def resolve(flags: Namespace) -> tuple[Setting, Plan]:
     name = flags.shape or ("1b" if on_gpu else "tiny")
     given = {"batch": flags.batch, "seq": flags.seq, "num_hidden_layers": flags.layers}
     shape = replace(LLAMA_SHAPES[name], **{k: v for k, v in given.items() if v is not None})
-    setting = Setting(
+    setting = Setting.of(
+        Namespace(**{**vars(flags), "shape": shape}),
+        device,
         preset=name,
         model="llama",
         batch=shape.batch,
         seq=shape.seq,
         vocab=shape.vocab_size,
-        shape=shape,
-        dropout=flags.dropout,
-        device=device,
-        dtype=flags.dtype or ("bf16" if on_gpu else "fp32"),
-        learning_rate=flags.learning_rate,
-        seed=flags.seed,
     )
     # On a GPU first steps and visits add up to 200 steps of each variant.
     steps, warm_up = (10, 4) if on_gpu else (2, 1)

@@ -8,8 +8,9 @@ build it (subject.py).
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 
@@ -190,6 +191,14 @@ class Setting:
     learning_rate: float = 1e-3
     threads: int | None = None
     seed: int = 0
+
+    @classmethod
+    def of(cls, flags: Namespace, device: str, **usual: Any) -> Setting:
+        """Return what flags of the fields' names say; what they do not is as usual on a device."""
+        named = {item.name: getattr(flags, item.name, None) for item in fields(cls)}
+        given = {name: value for name, value in named.items() if value is not None}
+        dtype = "bf16" if device.startswith("cuda") else "fp32"
+        return cls(**{"dtype": dtype, **usual, **given, "device": device})
 
     @property
     def kind(self) -> Kind:
