@@ -31,10 +31,10 @@ class Report:
     result: list[str]
     setup: dict[str, Any]
     method: list[str]
-    headers: list[str]
-    rows: list[list[str]]
     reproduce: str
     limits: list[str]
+    headers: list[str] = field(default_factory=list)
+    rows: list[list[str]] = field(default_factory=list)
     checks: list[list[str]] = field(default_factory=list)  # [what, wanted, measured, met or missed]
     data: dict[str, Any] = field(default_factory=dict)
     sections: list[tuple[str, list[str], list[list[str]]]] = field(default_factory=list)

@@ -10,24 +10,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.harness import GIB, Ratio, Summary, block_ratio, flat
+from bench.harness import Ratio, Summary, block_ratio, flat
 from bench.ops.common import BEST_OTHER, COPY, INDUCTOR, LIGER, OURS, SEE_THROUGH, Bench, Target
 from bench.ops.timing import Measured, Plan
-from bench.report import NOT_AVAILABLE, Report, figure, noise, short, texts
+from bench.report import NOT_AVAILABLE, Report, cell, figure, noise, short, texts
 
 HEADERS_BEFORE = ["Case", "Mode", "Provider", "Time p50 [p20, p80] (us)", "Rate", "Of copy"]
 HEADERS_AFTER = ["Peak (GiB)", "Error", "First call (s)"]
 GLANCE_HEADERS = ["Op, case", "xtrain (us)", "Rate", "Of copy", "vs inductor", "vs Liger"]
 GLANCE_HEADERS += ["Best other", "Peak (GiB)"]
 FORM_HEADERS = ["Op, case", "Mode", "Kernel / see-through", "Better form"]
-COLOURS = {
-    "eager": "#9aa0a6",
-    "inductor": "#4c78a8",
-    "inductor, xtrain": "#72b7b2",
-    "xtrain": "#e45756",
-    "Liger": "#f2b04c",
-}
-OTHER_COLOURS = ("#54a24b", "#b279a2", "#9d755d", "#79706e", "#d6a5c9")
 PLOT_COLUMNS = 2
 
 
@@ -102,8 +94,6 @@ def build_report(
         result=said["result"],
         setup=environment,
         method=said["method"],
-        headers=[],
-        rows=[],
         reproduce=command,
         limits=[
             said["limits"][0],
@@ -134,11 +124,11 @@ def table_row(rows: Rows, row: Measured, versus: Sequence[str]) -> list[str]:
         *start,
         str(summary) + (f" ({row.note})" if row.note else ""),
         rate(row, summary.p50),
-        NOT_AVAILABLE if of_copy is None else as_share(of_copy),
-        *(str(rows.ratio(row, p) or NOT_AVAILABLE) for p in versus),
-        NOT_AVAILABLE if row.peak_bytes is None else f"{row.peak_bytes / GIB:.3g}",
-        NOT_AVAILABLE if math.isnan(row.error_ratio) else f"{row.error_ratio:.2g}",
-        NOT_AVAILABLE if math.isnan(row.first_call_s) else f"{row.first_call_s:.1f}",
+        cell(of_copy and as_share(of_copy)),
+        *(cell(rows.ratio(row, p)) for p in versus),
+        cell(row.peak_gib, "{:.3g}"),
+        cell(row.error_ratio, "{:.2g}"),
+        cell(row.first_call_s, "{:.1f}"),
     ]
 
 
@@ -153,8 +143,7 @@ def rate(row: Measured, p50_us: float) -> str:
 
 def as_share(time_ratio: Ratio) -> str:
     """Return a ratio of times to copy's as a share of copy's bandwidth, in percent."""
-    shares = (100 / t for t in (time_ratio.median, time_ratio.high, time_ratio.low))
-    median, low, high = shares
+    median, low, high = (100 / t for t in (time_ratio.median, time_ratio.high, time_ratio.low))
     return f"{median:.1f}% [{low:.1f}, {high:.1f}]"
 
 
@@ -176,10 +165,9 @@ def check(op: str, target: Target, row: Measured, rows: Rows) -> list[str]:
     what = f"{op}, {row.case}, {row.mode}: {row.provider} {target.claim}"
     if target.against == "":
         wanted = f"<= {target.at_most:g} GiB"
-        if row.peak_bytes is None or not row.is_timed:
+        if row.peak_gib is None or not row.is_timed:
             return [what, wanted, _why_not(row), "not measured"]
-        peak = row.peak_bytes / GIB
-        return [what, wanted, f"{peak:.3g} GiB", _verdict(peak / target.at_most)]
+        return [what, wanted, f"{row.peak_gib:.3g} GiB", _verdict(row.peak_gib / target.at_most)]
     against = rows.fastest_other(row) if target.against == BEST_OTHER else target.against
     ratio = rows.ratio(row, against) if against else None
     wanted = f"<= {target.at_most:.3f} x {against or target.against}"
@@ -217,10 +205,10 @@ def glance_rows(rows: Rows) -> list[list[str]]:
                 f"{row.op}, {row.case}",
                 short(p50_us),
                 rate(row, p50_us),
-                NOT_AVAILABLE if of_copy is None else f"{100 / of_copy.median:.0f}%",
-                *(NOT_AVAILABLE if r is None else f"{r.median:.2f}" for r in versus),
-                NOT_AVAILABLE if other is None else f"{other}: {rows.ratio(row, other)}",
-                NOT_AVAILABLE if row.peak_bytes is None else f"{row.peak_bytes / GIB:.3g}",
+                cell(of_copy and 100 / of_copy.median, "{:.0f}%"),
+                *(cell(r and r.median, "{:.2f}") for r in versus),
+                cell(other and f"{other}: {rows.ratio(row, other)}"),
+                cell(row.peak_gib, "{:.3g}"),
             ]
         )
     return found
@@ -288,7 +276,7 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
     Args:     rows: those of the report's JSON; mode "both" is drawn.
     """
     timed = [r for r in rows if r["mode"] == "both" and r["time_us"] and not r["error"]]
-    ops = list(dict.fromkeys(r["op"] for r in timed))
+    ops, everybody = (list(dict.fromkeys(r[name] for r in timed)) for name in ("op", "provider"))
     if not ops:
         return
     num_rows = math.ceil(len(ops) / PLOT_COLUMNS)
@@ -297,22 +285,24 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
         for panel in panels.flat[len(ops) :]:
             panel.set_visible(False)
         for op, panel in zip(ops, panels.flat, strict=False):
-            draw_op(panel, [r for r in timed if r["op"] == op])
+            draw_op(panel, [r for r in timed if r["op"] == op], everybody)
             panel.set_title(op, loc="left", fontweight="bold")
         drawn.suptitle(title)
 
 
-def draw_op(panel: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Draw bars per case, one per provider; copy is a line over its case."""
+def draw_op(panel: Any, rows: Sequence[Mapping[str, Any]], all_providers: Sequence[str]) -> None:
+    """Draw bars per case, one per provider; copy is a line over its case.
+
+    Args:     all_providers: of all panels, which share their colours.
+    """
     cases = list(dict.fromkeys(label_of(r) for r in rows))
     providers = [p for p in dict.fromkeys(r["provider"] for r in rows) if p != COPY]
     unit = "TFLOP/s" if any(r["tflop_per_s"] for r in rows) else "GB/s"
     width = 0.8 / max(len(providers), 1)
-    spare = iter(OTHER_COLOURS * 2)
     for index, provider in enumerate(providers):
         mine = [r for r in rows if r["provider"] == provider]
         middles = [cases.index(label_of(r)) - 0.4 + (index + 0.5) * width for r in mine]
-        colour = COLOURS.get(provider) or next(spare)
+        colour = f"C{all_providers.index(provider)}"
         panel.bar(middles, [rate_of(r) for r in mine], width, label=provider, color=colour)
     for r in rows:
         if r["provider"] == COPY:

@@ -62,8 +62,8 @@ class Measured:
     num_bytes: int | None = None
     num_flops: int | None = None
     peak_bytes: int | None = None
-    error_ratio: float = math.nan  # error against fp64, in units of plain PyTorch's
-    first_call_s: float = math.nan
+    error_ratio: float | None = None  # error against fp64, in units of plain PyTorch's
+    first_call_s: float | None = None
     note: str = ""
     missing: str | None = None  # not there, and why
     error: str | None = None  # failed, or computed the wrong thing
@@ -71,6 +71,10 @@ class Measured:
     @property
     def is_timed(self) -> bool:
         return bool(self.blocks) and self.error is None
+
+    @property
+    def peak_gib(self) -> float | None:
+        return None if self.peak_bytes is None else self.peak_bytes / harness.GIB
 
 
 @dataclass
