@@ -145,11 +145,17 @@ def walk(
             future.result()
 
 
-def checked_in_a_child(context: Any, name: str, checks: tuple[str, ...], limit_s: float) -> Record:
-    """Return the record of one class, whatever becomes of the process that checks it."""
+def checked_in_a_child(
+    context: Any, name: str, checks: tuple[str, ...], limit_s: float, target: Any = None
+) -> Record:
+    """Return the record of one class, whatever becomes of the process that checks it.
+
+    Args:     target: what the process runs, by default `_child`.
+    """
     receiver, sender = context.Pipe(duplex=False)
     with tempfile.NamedTemporaryFile(mode="r", errors="replace") as log:
-        process = context.Process(target=_child, args=(name, checks, sender, log.name), daemon=True)
+        arguments = (name, checks, sender, log.name)
+        process = context.Process(target=target or _child, args=arguments, daemon=True)
         started = time.monotonic()
         process.start()
         sender.close()

@@ -275,10 +275,6 @@ class Changes:
     added: dict[str, str] = field(default_factory=dict)
     replaces: dict[str, list[str]] = field(default_factory=dict)
 
-    def replaced_by(self) -> dict[str, str]:
-        """Return key of a traced op -> key of the new op that took its place."""
-        return {old: new for new, olds in self.replaces.items() for old in olds}
-
 
 def follow(before: Snapshot, after: Snapshot, stages: list[Stage]) -> Changes:
     """Follow each op from the traced graph to the compiled one through the passes between."""
