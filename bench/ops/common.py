@@ -146,8 +146,7 @@ class Bench:
     truth:          outputs and gradients in fp64; by default of `plain` on fp64 inputs.
     supports:       why a row of ours runs the op's decomposition, None where it is the kernel.
     form:           what else is to be said of such a row, else "".
-    trim:           the part of the results that `truth` speaks of.
-    plain_results:  that part of what `plain` gives.
+    part:           of an input or result, what is held to the truth; it depends on no other part.
     check_own_mask: what is wrong with a provider that draws masks of its own, or None.
     versus:         providers that an op's rows are compared with.
     """
@@ -165,8 +164,7 @@ class Bench:
     truth: Callable[[Case, Inputs], list[Tensor]] | None = None
     supports: Callable[[Case, Inputs], str | None] = lambda case, inputs: None
     form: Callable[[Case, Inputs], str] = lambda case, inputs: ""
-    trim: Callable[[Case, list[Tensor]], list[Tensor]] = lambda case, results: results
-    plain_results: Callable[[Case, Inputs], list[Tensor]] | None = None
+    part: Callable[[Case, Tensor], Tensor] = lambda case, tensor: tensor
     check_own_mask: Callable[[Case, Callable[..., Any], Inputs], str | None] | None = None
     versus: tuple[str, ...] = (INDUCTOR, LIGER)
 
@@ -252,13 +250,9 @@ class Yardstick:
 
     @classmethod
     def of(cls, bench: Bench, case: Case, inputs: Inputs) -> Yardstick:
-        plain = bench.plain(case)
-        truth = bench.truth(case, inputs) if bench.truth else truth_by(plain, inputs)
-        if bench.plain_results is not None:
-            results = bench.plain_results(case, inputs)
-        else:
-            results = bench.trim(case, forward_and_backward(plain, inputs))
-        return cls(truth, errors_of(results, truth))
+        plain, part = bench.plain(case), inputs.map(lambda t: bench.part(case, t))
+        truth = bench.truth(case, part) if bench.truth else truth_by(plain, part)
+        return cls(truth, errors_of(forward_and_backward(plain, part), truth))
 
     def compare(self, results: Sequence[Tensor], factor: float) -> tuple[float, str | None]:
         """Return the worst error in units of what is allowed at factor 1, and what is wrong."""

@@ -85,37 +85,34 @@ class Plan:
     providers: Sequence[str] | None = None  # None: all
 
 
-class Clock:
-    """Times calls on one device."""
+def l2_bytes(device: torch.device) -> int:
+    """Return the size of a GPU's last cache; 0 of a CPU, whose caches are part of what is timed."""
+    on_gpu = device.type == "cuda"
+    return torch.cuda.get_device_properties(device).L2_cache_size if on_gpu else 0
 
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.l2_bytes = 0
-        if device.type == "cuda":
-            self.l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
 
-    def wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+def num_copies(working_set: int, l2_bytes: int) -> int:
+    """Return how many copies of a call's tensors make the L2 useless."""
+    return max(1, math.ceil(L2_CACHES * l2_bytes / max(working_set, 1)))
 
-    def num_copies(self, working_set: int) -> int:
-        """Return how many copies of a call's tensors make the L2 useless."""
-        return max(1, math.ceil(L2_CACHES * self.l2_bytes / max(working_set, 1)))
 
-    def calls_ms(self, call: Callable[[], object], num_calls: int) -> list[float]:
-        return harness.time_calls(call, num_calls, self.device.type)
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 class Timed:
     """Calls that take turns over several sets of inputs, as one sample of known length."""
 
-    def __init__(self, clock: Clock, call: Callable[[Any], object], sets: list[Any], capture: bool):
-        self.clock, self.sets, self.call = clock, sets, call
+    def __init__(
+        self, device: torch.device, call: Callable[[Any], object], sets: list[Any], capture: bool
+    ):
+        self.device_type, self.sets, self.call = device.type, sets, call
         for one in sets[:2]:
             call(one)
-        clock.wait()
-        fastest = min(clock.calls_ms(lambda: call(sets[0]), 3))
-        wanted = math.ceil(SAMPLE_MS[clock.device.type] / max(fastest, 1e-3))
+        wait(device)
+        fastest = min(harness.time_calls(lambda: call(sets[0]), 3, device.type))
+        wanted = math.ceil(SAMPLE_MS[device.type] / max(fastest, 1e-3))
         self.num_calls = max(len(sets), min(wanted, MAX_CALLS_IN_GRAPH))
         self.graph = self._captured() if capture else None
         sample_ms = fastest * self.num_calls
@@ -137,7 +134,7 @@ class Timed:
         """Return the time of a call in ms, num_samples times; a sample before does not count."""
         sample = self._run if self.graph is None else self.graph.replay
         sample()
-        times = self.clock.calls_ms(sample, self.num_samples)
+        times = harness.time_calls(sample, self.num_samples, self.device_type)
         return [t / self.num_calls for t in times]
 
 
@@ -181,7 +178,7 @@ class CaseRun:
     """One case of an op: every provider is checked, then those that are right take turns."""
 
     def __init__(self, bench: Bench, case: Case, device: torch.device, plan: Plan):
-        self.bench, self.case, self.plan, self.clock = bench, case, plan, Clock(device)
+        self.bench, self.case, self.plan, self.device = bench, case, plan, device
         self.on_gpu = device.type == "cuda"
         self.names = [p for p in bench.providers if plan.providers is None or p in plan.providers]
         self.rows = {
@@ -192,7 +189,7 @@ class CaseRun:
     def check(self) -> None:
         """Draw the inputs and hold every provider to the truth."""
         torch.manual_seed(0)
-        self.inputs = self.bench.make_inputs(self.case, self.clock.device)
+        self.inputs = self.bench.make_inputs(self.case, self.device)
         yardstick = Yardstick.of(self.bench, self.case, self.inputs)
         for name in self.names:
             facts: dict[str, Any] = {}
@@ -201,7 +198,7 @@ class CaseRun:
                     reason = self.bench.supports(self.case, self.inputs)
                     note = f"runs the decomposition: {reason}" if reason else ""
                     facts["note"] = note or self.bench.form(self.case, self.inputs)
-                function = self.bench.providers[name].of(self.case, self.clock.device)
+                function = self.bench.providers[name].of(self.case, self.device)
                 self._check(name, function, yardstick, facts)
             except Exception as error:  # one provider's failure costs its own rows
                 facts |= why(error)
@@ -222,18 +219,19 @@ class CaseRun:
         mine = self.inputs.clone() if provider.mutates else self.inputs
         start = time.perf_counter()
         results = forward_and_backward(function, mine)
-        self.clock.wait()
+        wait(self.device)
         facts["first_call_s"] = time.perf_counter() - start
         if provider.own_mask:
             assert self.bench.check_own_mask is not None
             facts["error"] = self.bench.check_own_mask(self.case, function, self.inputs)
         else:
-            results = self.bench.trim(self.case, results)
-            found = yardstick.compare(results, provider.error_factor)
+            parts = [self.bench.part(self.case, t) for t in results]
+            found = yardstick.compare(parts, provider.error_factor)
+            del parts
             facts["error_ratio"], facts["error"] = found
         del results
         call = partial(forward_and_backward, function, mine)
-        facts["peak_bytes"] = peak_bytes(call, self.clock.device)
+        facts["peak_bytes"] = peak_bytes(call, self.device)
 
     def time(self, mode: str) -> None:
         """Let the providers take turns, block by block."""
@@ -241,7 +239,7 @@ class CaseRun:
         timed = {name: calls for name, calls in made.items() if calls is not None}
         if (num_bytes := self.bench.num_bytes(self.case, mode)) is not None and timed:
             self.rows[mode, COPY] = new_row(self.bench, self.case, mode, COPY)
-            timed[COPY] = _copy(num_bytes, self.clock)
+            timed[COPY] = _copy(num_bytes, self.device)
         for block in range(self.plan.num_blocks if timed else 0):
             for name in timed:
                 self.rows[mode, name].blocks.append([])
@@ -256,15 +254,15 @@ class CaseRun:
         row, inputs, function = self.rows[mode, name], self.inputs, self.functions[name]
         run = {"forward": outputs_of, "both": forward_and_backward}[mode]
         working_set = sum(t.numel() * t.element_size() for t in inputs.tensors)
-        num_copies = self.clock.num_copies(max(working_set, row.num_bytes or 0))
+        wanted = num_copies(max(working_set, row.num_bytes or 0), l2_bytes(self.device))
         sets = [] if self.bench.providers[name].mutates else [inputs]
-        sets += [inputs.clone() for _ in range(num_copies - len(sets))]
+        sets += [inputs.clone() for _ in range(wanted - len(sets))]
         try:
             reason = reads_back(lambda: run(function, sets[0])) if self.on_gpu else None
             if reason:
                 row.note = "; ".join(filter(None, [row.note, f"launches included: {reason}"]))
             capture = self.on_gpu and reason is None
-            return Timed(self.clock, lambda one: run(function, one), sets, capture)
+            return Timed(self.device, lambda one: run(function, one), sets, capture)
         except Exception as error:
             row.error = why(error)["error"]
             return None
@@ -299,20 +297,20 @@ def reads_back(call: Callable[[], object]) -> str | None:
     return None
 
 
-def _copy(num_bytes: int, clock: Clock) -> Timed:
+def _copy(num_bytes: int, device: torch.device) -> Timed:
     """Return copies that read and write num_bytes in all."""
     half = max(num_bytes // 2, 1)
 
     def buffers() -> tuple[Tensor, Tensor]:
-        source = torch.randint(256, (half,), dtype=torch.uint8, device=clock.device)
+        source = torch.randint(256, (half,), dtype=torch.uint8, device=device)
         return torch.empty_like(source), source
 
     def copy(pair: tuple[Tensor, Tensor]) -> None:
         for target, source in zip(*(t.split(COPY_BYTES) for t in pair), strict=True):
             target.copy_(source)
 
-    sets = [buffers() for _ in range(clock.num_copies(num_bytes))]
-    return Timed(clock, copy, sets, clock.device.type == "cuda")
+    sets = [buffers() for _ in range(num_copies(num_bytes, l2_bytes(device)))]
+    return Timed(device, copy, sets, device.type == "cuda")
 
 
 # --- caches ---------------------------------------------------------------------------------------
