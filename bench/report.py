@@ -50,22 +50,7 @@ class Report:
 
     def markdown(self) -> str:
         """Return the report as a Markdown file."""
-        checks = table(["Claim", "Wanted", "Measured", ""], self.checks, "github")
-        sections = [
-            f"# {self.title}",
-            f"**Question.** {self.question}",
-            "**Result.** " + " ".join(self.result),
-            *([checks] if self.checks else []),
-            "**Setup.** " + _setup_sentence(self.setup),
-            "**Method.** " + " ".join(self.method),
-            "**Table.**",
-            self.table("github"),
-            "**Reproduce.**",
-            f"```\n{self.reproduce}\n```",
-            "**Limits.**",
-            "\n".join(f"- {line}" for line in self.limits),
-        ]
-        return "\n\n".join(sections) + "\n"
+        return render(Path(__file__).with_name("report.md.jinja"), report=self, table=table)
 
     def write(self, json_path: Path | None, markdown_path: Path | None) -> None:
         """Write the files that were asked for."""
@@ -108,16 +93,6 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[Any]], form: str = "gi
     return tabulate(rows, headers, tablefmt=form, disable_numparse=True, colalign=align or ())
 
 
-def _setup_sentence(setup: Mapping[str, Any]) -> str:
-    """Name the entries that apply to this machine, in about three digits."""
-    entries = [
-        f"{name.replace('_', ' ')} {f'{value:.3g}' if isinstance(value, float) else value}"
-        for name, value in setup.items()
-        if value not in (None, NOT_AVAILABLE)
-    ]
-    return "; ".join(entries) + "."
-
-
 def render(path: Path, **values: Any) -> str:
     """Return the Markdown that a template makes of values."""
     return template(path, escape=False).render(values)
@@ -128,18 +103,6 @@ def texts(path: Path, **values: Any) -> dict[str, list[str]]:
     found = vars(template(path, escape=False).make_module(values))
     found = {name: text for name, text in found.items() if isinstance(text, str)}
     return {name: text.strip().splitlines() for name, text in found.items()}
-
-
-# --- limits that every report states --------------------------------------------------------------
-
-
-def shared_machine(environment: Mapping[str, Any]) -> list[str]:
-    """Say so if others were at work on the machine."""
-    load, cores = environment.get("load_average_before"), environment.get("cpu_cores")
-    if load is None or not cores or load <= 0.25 * cores:
-        return []
-    said = f"The machine was shared: load average {load:.1f} on {cores} cores before the run."
-    return [f"{said} Trust the ratios, not the times."]
 
 
 def noise(summaries: Mapping[str, Any]) -> list[str]:

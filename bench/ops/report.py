@@ -82,8 +82,14 @@ def build_report(
         num_targets=len(checks),
         missing=by_reason(rows, "missing"),
         failed=by_reason(rows, "error"),
+        noise=noise(
+            {
+                f"{m.op} {m.case}, {m.provider}": Summary.of(flat(m.blocks))
+                for m in measured
+                if m.is_timed
+            }
+        ),
     )
-    timed = [m for m in rows.all if m.is_timed]
     sections = [("At a glance: forward and backward", GLANCE_HEADERS, glance_rows(rows))]
     sections += [section(bench, rows) for bench in benches]
     if forms := form_rows(rows):
@@ -95,11 +101,7 @@ def build_report(
         setup=environment,
         method=said["method"],
         reproduce=command,
-        limits=[
-            said["limits"][0],
-            *noise({f"{m.op} {m.case}, {m.provider}": Summary.of(flat(m.blocks)) for m in timed}),
-            *said["limits"][1:],
-        ],
+        limits=said["limits"],
         checks=checks,
         data={"plan": asdict(plan), "rows": [row_data(rows, m) for m in measured]},
         sections=sections,

@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from bench.harness import Ratio, Summary, block_ratio, flat
-from bench.report import NOT_AVAILABLE, Report, cell, figure, noise, shared_machine, short, texts
+from bench.report import NOT_AVAILABLE, Report, cell, figure, noise, short, texts
 from bench.train.turns import Outcome, Plan
 from bench.train.variants import Setting, Variant
 
@@ -148,8 +148,11 @@ def build_report(
     results = Results(setting, outcomes)
     timed = [name for name in outcomes if name in plan.variants]
     failed = {results.label(n): o.error for n, o in outcomes.items() if o.error is not None}
-    values = dict(setting=setting, plan=plan, environment=environment, results=results)
-    said = texts(Path(__file__).with_name("words.jinja"), failed=list(failed), **values)
+    values: dict[str, Any] = dict(
+        setting=setting, plan=plan, environment=environment, results=results
+    )
+    values |= dict(failed=failed, noise=noise({n: results.summary(n) for n in plan.variants}))
+    said = texts(Path(__file__).with_name("words.jinja"), **values)
     columns = COLUMNS | (LLAMA_COLUMNS if setting.model == "llama" else OWN_COLUMNS)
     return Report(
         title=said["title"][0],
@@ -160,12 +163,7 @@ def build_report(
         headers=list(columns),
         rows=[[column(results, name) for column in columns.values()] for name in timed],
         reproduce=command,
-        limits=[
-            *shared_machine(environment),
-            *noise({name: results.summary(name) for name in plan.variants}),
-            *said["limits"],
-            *(f"{label} failed: {error}" for label, error in failed.items()),
-        ],
+        limits=said["limits"],
         checks=_checks(results),
         data={
             "setting": asdict(setting),
