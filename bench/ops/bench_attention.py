@@ -29,6 +29,7 @@ from bench.ops.common import (
     usual_providers,
 )
 from xtrain.ops import OPS
+from xtrain.ops.sdpa import op as attention
 
 ROPE, SDPA = OPS["rope_qk"], OPS["sdpa"]
 
@@ -178,28 +179,19 @@ def flex(case: Case) -> Callable[..., Tensor]:
 
 
 class TritonAttention(torch.autograd.Function):
-    """Our launchers, called past the op's choice of a backend."""
+    """Our kernels, called past the op's choice of a backend."""
 
     @staticmethod
     def forward(ctx, q, k, v):
-        from xtrain.ops.sdpa.kernel import sdpa_fwd
-        from xtrain.ops.sdpa.op import as_options
-
-        ctx.options = as_options(q, causal=True)
-        out = torch.empty_like(q)
-        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-        sdpa_fwd(q, k, v, ctx.options, out, lse)
+        ctx.options = attention.as_options(q, causal=True)
+        out, lse = attention.forward_by_kernel(q, k, v, ctx.options)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
     @staticmethod
     def backward(ctx, grad_out):
-        from xtrain.ops.sdpa.backward_kernel import sdpa_bwd
-
-        q, k, v, out, lse = ctx.saved_tensors
-        grads = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
-        sdpa_bwd(grad_out, q, k, v, ctx.options, out, lse, grads)
-        return grads
+        q, k, v, *results = ctx.saved_tensors
+        return attention.backward_by_kernels(grad_out, q, k, v, ctx.options, *results)
 
 
 def num_flops(case: Case, mode: str) -> int:
@@ -234,12 +226,6 @@ def truth(case: Case, inputs: Inputs) -> list[Tensor]:
     ]
     outs, grads_q, grads_k, grads_v = zip(*by_head, strict=True)
     return [torch.cat(outs, 1), torch.cat(grads_q, 1), sum(grads_k), sum(grads_v)]
-
-
-def form(case: Case, inputs: Inputs) -> str:
-    from xtrain.ops.sdpa.op import sdpa_backend
-
-    return f"takes {sdpa_backend(*inputs.args, causal=True)}"
 
 
 BENCHES = (
@@ -288,7 +274,7 @@ BENCHES = (
         ],
         num_flops=num_flops,
         truth=truth,
-        form=form,
+        form=lambda case, inputs: f"takes {attention.sdpa_backend(*inputs.args, causal=True)}",
         part=one_group,
         versus=(FLEX, CUDNN),
     ),
