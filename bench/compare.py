@@ -69,8 +69,8 @@ def resolve(flags: Namespace) -> tuple[Setting, Plan]:
     kind = device.partition(":")[0]
     preset = flags.preset or ("124m" if kind == "cuda" else "small")
     batch, seq = SHAPES[preset]
-    vocab = Config.preset(preset).vocab_size
-    setting = Setting.of(flags, device, preset=preset, batch=batch, seq=seq, vocab=vocab)
+    usual = {"batch": batch, "seq": seq, "vocab": Config.preset(preset).vocab_size}
+    setting = Setting.of(flags, device, usual, preset=preset)
     rows = setting.batch
     config = build_config(setting)
     check_size(config, device, batch_size=rows, micro_batch_size=rows, seq_len=setting.seq)

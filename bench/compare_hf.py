@@ -54,9 +54,11 @@ def resolve(flags: Namespace) -> tuple[Setting, Plan]:
     given = {"batch": flags.batch, "seq": flags.seq, "num_hidden_layers": flags.layers}
     shape = replace(LLAMA_SHAPES[name], **{k: v for k, v in given.items() if v is not None})
     setting = Setting.of(
-        Namespace(**{**vars(flags), "shape": shape}),
+        flags,
         device,
+        {},
         preset=name,
+        shape=shape,
         model="llama",
         batch=shape.batch,
         seq=shape.seq,

@@ -193,12 +193,12 @@ class Setting:
     seed: int = 0
 
     @classmethod
-    def of(cls, flags: Namespace, device: str, **usual: Any) -> Setting:
-        """Return what flags of the fields' names say; what they do not is as usual on a device."""
+    def of(cls, flags: Namespace, device: str, usual: Mapping[str, Any], **settled: Any) -> Setting:
+        """Return what is settled, else what flags of the fields' names say, else what is usual."""
         named = {item.name: getattr(flags, item.name, None) for item in fields(cls)}
         given = {name: value for name, value in named.items() if value is not None}
         dtype = "bf16" if device.startswith("cuda") else "fp32"
-        return cls(**{"dtype": dtype, **usual, **given, "device": device})
+        return cls(**{"dtype": dtype, **usual, **given, **settled, "device": device})
 
     @property
     def kind(self) -> Kind:
