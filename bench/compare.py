@@ -1,23 +1,12 @@
 """What does dropout cost, and is xtrain.compile faster than plain torch.compile?
 
-One training step (forward, backward, AdamW) of one model, run in turn by
-
-    eager         the model with F.dropout on its residual branches
-    torch         torch.compile of the same: the best that a user has without xtrain
-    torch-p0      torch.compile of the model without dropout: the floor
-    xtrain        xtrain.compile(model, dropout=p)
-    xtrain-p0     xtrain.compile(model, dropout=0): prices our dropout
-    xtrain-eager  xtrain.compile(model, dropout=p, backend="eager"): the same masks without inductor
-    xtrain-fused-rounding  xtrain without the bf16 roundings that eager does between ops
-    xtrain-torch-sdpa      xtrain that leaves attention as torch's call
-    xtrain-drop            xtrain with logits="drop"
-    eager-p0      the model without dropout or compiler (run for its losses)
-
-each in a process of its own with empty compile caches. With --model gpt2 the model drops out by
-itself, in nn.Dropout modules that xtrain.compile(existing="replace") takes over. Prints a table;
---json and --markdown write the report. Without flags it takes under four minutes on two cores and
-measures the 124M shape on a GPU. Exit code 1 if a variant failed, 2 for a wrong flag, 70 for a
-fault of this script.
+One training step (forward, backward, AdamW) of one model, run in turn by the variants below, each
+in a process of its own with empty compile caches. "torch" is the best that a user has without
+xtrain, "torch-p0" the floor, "xtrain-p0" prices our dropout, "xtrain-eager" has the same masks
+without inductor. With --model gpt2 the model drops out by itself, in nn.Dropout modules that
+xtrain.compile(existing="replace") takes over. Prints a table; --json and --markdown write the
+report. Without flags it takes under four minutes on two cores and measures the 124M shape on a GPU.
+Exit code 1 if a variant failed, 2 for a wrong flag, 70 for a fault of this script.
 """
 
 from __future__ import annotations
@@ -41,21 +30,22 @@ from xtrain.command_line import Parser, command  # noqa: E402
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, write and print; return the exit code."""
-    asked = turns.read(build_parser(), resolve, arguments)
-    if asked.flags.drift:
+    flags, setting, plan, command = turns.read(build_parser(), resolve, arguments)
+    if flags.drift:
         from bench.drift.records import eager_against_compiled
 
-        print("\n" + eager_against_compiled(asked.setting), end="")
+        print("\n" + eager_against_compiled(setting), end="")
         return 0
-    if asked.flags.kernels:
-        print(turns.kernel_table(asked.setting, asked.plan))
+    if flags.kernels:
+        print(turns.kernel_table(setting, plan))
         return 0
-    return turns.compare(asked)
+    return turns.compare(flags, setting, plan, command)
 
 
 def build_parser() -> Parser:
     """Return the command line's parser."""
-    parser = Parser(prog="bench/compare.py", description=__doc__)
+    kind = KINDS["transformer"]
+    parser = Parser(prog="bench/compare.py", description=__doc__, epilog=kind.listing())
     add = parser.add_argument
     add("--preset", choices=tuple(SHAPES), help="model (GPU: 124m, CPU: small)")
     add("--model", choices=OWN_KINDS, default="transformer", help="written as (transformer)")
@@ -64,7 +54,7 @@ def build_parser() -> Parser:
     add("--threads", type=harness.positive, help="CPU threads (torch's default)")
     add("--drift", action="store_true", help="compare numbers, not speed: eager against compiled")
     add("--kernels", action="store_true", help="print each variant's time by kernel, no more")
-    turns.add_flags(add, KINDS["transformer"])
+    turns.add_flags(add, kind)
     return parser
 
 
@@ -79,26 +69,11 @@ def resolve(flags: Namespace) -> tuple[Setting, Plan]:
     kind = device.partition(":")[0]
     preset = flags.preset or ("124m" if kind == "cuda" else "small")
     batch, seq = SHAPES[preset]
-    setting = Setting(
-        preset=preset,
-        model=flags.model,
-        batch=flags.batch or batch,
-        seq=flags.seq or seq,
-        vocab=flags.vocab or Config.preset(preset).vocab_size,
-        dropout=flags.dropout,
-        recompute=flags.recompute,
-        device=device,
-        dtype=flags.dtype or ("bf16" if kind == "cuda" else "fp32"),
-        threads=flags.threads,
-        seed=flags.seed,
-    )
-    check_size(
-        build_config(setting),
-        device,
-        batch_size=setting.batch,
-        micro_batch_size=setting.batch,
-        seq_len=setting.seq,
-    )
+    usual = {"batch": batch, "seq": seq, "vocab": Config.preset(preset).vocab_size}
+    setting = Setting.of(flags, device, usual, preset=preset)
+    rows = setting.batch
+    config = build_config(setting)
+    check_size(config, device, batch_size=rows, micro_batch_size=rows, seq_len=setting.seq)
     # A visit on a GPU starts with an empty allocator and another variant's clocks and power: some
     # steps fill the one and settle the others. On a CPU one step warms the caches.
     steps, warm_up = (10, 6) if kind == "cuda" else (2, 1)

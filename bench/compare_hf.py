@@ -1,19 +1,10 @@
 """Is an unmodified transformers Llama faster under xtrain.compile than by what its users have?
 
-One training step (forward, backward, AdamW) on real text, run in turn by
-
-    torch        torch.compile of transformers' LlamaForCausalLM, without dropout
-    liger        the same model patched by Liger-Kernel, eager, without dropout
-    xtrain       xtrain.compile(model, dropout=p, logits="drop") of the unmodified model
-    xtrain-p0    the same with dropout=0
-    own          xtrain's own Transformer of that shape under xtrain.compile(dropout=p)
-    liger-torch  liger under torch.compile
-    eager        the model as it is
-    blocks       xtrain.compile_blocks of the unmodified model: its first step alone
-
-each in a process of its own with empty compile caches. Every step counts for the loss curves, which
---plot lays over each other. Without flags: the 1.1B shape on a GPU, a tiny one on a CPU. Exit code
-1 if a variant failed, 2 for a wrong flag.
+One training step (forward, backward, AdamW) on real text, run in turn by the variants below, each
+in a process of its own with empty compile caches. xtrain gets logits="drop"; "blocks" is run for
+its first step alone. Every step counts for the loss curves, which --plot lays over each other.
+Without flags: the 1.1B shape on a GPU, a tiny one on a CPU. Exit code 1 if a variant failed, 2 for
+a wrong flag.
 """
 
 from __future__ import annotations
@@ -38,18 +29,19 @@ from xtrain.command_line import Parser, command, output_file  # noqa: E402
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, write and print; return the exit code."""
-    return turns.compare(turns.read(build_parser(), resolve, arguments))
+    return turns.compare(*turns.read(build_parser(), resolve, arguments))
 
 
 def build_parser() -> Parser:
     """Return the command line's parser."""
-    parser = Parser(prog="bench/compare_hf.py", description=__doc__)
+    kind = KINDS["llama"]
+    parser = Parser(prog="bench/compare_hf.py", description=__doc__, epilog=kind.listing())
     add = parser.add_argument
     add("--shape", choices=tuple(LLAMA_SHAPES), help="of the Llama (GPU: 1b, CPU: tiny)")
     add("--layers", type=harness.positive, help="number of layers (by shape)")
     add("--learning-rate", type=float, default=3e-4, help="constant (3e-4)")
     add("--plot", type=output_file, metavar="FILE", help="draw the loss curves, a PNG")
-    turns.add_flags(add, KINDS["llama"])
+    turns.add_flags(add, kind)
     return parser
 
 
@@ -61,18 +53,16 @@ def resolve(flags: Namespace) -> tuple[Setting, Plan]:
     name = flags.shape or ("1b" if on_gpu else "tiny")
     given = {"batch": flags.batch, "seq": flags.seq, "num_hidden_layers": flags.layers}
     shape = replace(LLAMA_SHAPES[name], **{k: v for k, v in given.items() if v is not None})
-    setting = Setting(
+    setting = Setting.of(
+        flags,
+        device,
+        {},
         preset=name,
+        shape=shape,
         model="llama",
         batch=shape.batch,
         seq=shape.seq,
         vocab=shape.vocab_size,
-        shape=shape,
-        dropout=flags.dropout,
-        device=device,
-        dtype=flags.dtype or ("bf16" if on_gpu else "fp32"),
-        learning_rate=flags.learning_rate,
-        seed=flags.seed,
     )
     # On a GPU first steps and visits add up to 200 steps of each variant.
     steps, warm_up = (10, 4) if on_gpu else (2, 1)

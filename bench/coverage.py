@@ -1,13 +1,9 @@
 """Walk every causal language model of transformers and say what xtrain.compile does to it.
 
-    python bench/coverage.py --jobs 2                 # all of them; at most 3 hours on two cores
-    python bench/coverage.py --only llama,gpt2        # these, again
-    python bench/coverage.py --quick --jobs 2         # sites and masks of those not measured yet
-    python bench/coverage.py --report-only            # docs/coverage.md from what was measured
-
-Each class is built from a shrunken configuration (two layers, hidden size 64) and checked in a
-child process with a time limit: a crash, a hang or a signal is that class's result. Results are
-kept in bench/results/coverage.json after each class; a second run takes up where the first ended.
+python bench/coverage.py --jobs 2                 # all of them; at most 3 hours on two cores
+python bench/coverage.py --only llama,gpt2        # these, again
+python bench/coverage.py --quick --jobs 2         # sites and masks of those not measured yet
+python bench/coverage.py --report-only            # docs/coverage.md from what was measured
 """
 
 from __future__ import annotations

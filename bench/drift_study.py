@@ -23,11 +23,12 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from bench.drift.records import Margins, gather, machines, ratio_text  # noqa: E402
+from bench.drift.records import Machines, Margins, gather, name_of, ratio_text  # noqa: E402
 from bench.harness import git_commit  # noqa: E402
-from bench.report import render, table  # noqa: E402
+from bench.report import render  # noqa: E402
 from xtrain.drift.bisection.factors import run_child  # noqa: E402
 from xtrain.drift.comparison.margins import ENDS  # noqa: E402
+from xtrain.drift.comparison.report import size_text  # noqa: E402
 from xtrain.drift.recording.format import Record  # noqa: E402
 
 PIECE = 25  # prompts of one record of the margins: a few minutes of one core
@@ -201,42 +202,16 @@ def page(ops, bisects, margins: Margins, environment: dict, args) -> str:
         environment=environment,
         args=args,
         commit=args.commit or git_commit(),
-        machines=machines(args.work, args.gpu, pieces) if args.gpu else "",
-        table=table,
-        run_rows=run_rows,
-        op_rows=op_rows,
+        machines=Machines.of(args.work, args.gpu, pieces) if args.gpu else None,
         ratio=ratio_text,
+        name_of=name_of,
+        size_of=size_text,
         median=np.median,
-        RUN_HEADERS=RUN_HEADERS,
-        OP_HEADERS=("op", "differs from row length", "row lengths 1 to 32"),
         FEW=FEW,
         FEW_TOKENS=FEW_TOKENS,
         SHORT=SHORT,
         ENDS=ENDS,
     )
-
-
-RUN_HEADERS = ("run", "set of equal bits", "verdict", "first difference", "size", "max shift")
-
-
-def run_rows(found: dict) -> list[tuple]:
-    """Return a row for each run of a bisect."""
-    return [
-        (
-            run["setting"],
-            run["group"] or "-",
-            "-" if run["exit_code"] is None else run["exit_code"],
-            run["error"] or run["first_divergence"] or "-",
-            run["size"] or "-",
-            f"{run['max_shift']:.3g}" if run["max_shift"] else "-",
-        )
-        for run in found["runs"]
-    ]
-
-
-def op_rows(moved: list[dict]) -> list[tuple]:
-    """Return a row for each op that a setting moves."""
-    return [(f"`{row['op']}`", row["first"], f"`{row['picture'][:32]}`") for row in moved]
 
 
 if __name__ == "__main__":

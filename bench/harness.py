@@ -28,37 +28,27 @@ import platform
 import shlex
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from bench.report import short
+import numpy as np
+
+from bench.report import NOT_AVAILABLE, short
 from xtrain.command_line import output_file
 from xtrain.rng import SEED_RANGE
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30
-NOT_AVAILABLE = "n/a"
+# Read where torch is imported: keeps the profiler's start and stop lines off the terminal.
+os.environ.setdefault("KINETO_LOG_LEVEL", "5")
 
 
 # --- statistics -----------------------------------------------------------------------------------
-
-
-def percentile(values: Sequence[float], q: float) -> float:
-    """Return the q-th percentile (q in [0, 100]), linear between neighbours, as numpy's default."""
-    if not values:
-        raise ValueError("percentile of no values")
-    ordered = sorted(values)
-    position = (len(ordered) - 1) * q / 100
-    low = math.floor(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
 @dataclass(frozen=True)
@@ -72,7 +62,7 @@ class Summary:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Summary:
-        p20, p50, p80 = (percentile(values, q) for q in (20, 50, 80))
+        p20, p50, p80 = np.percentile(values, (20, 50, 80)).tolist()
         return cls(p20, p50, p80, len(values))
 
     def __str__(self) -> str:
@@ -192,7 +182,7 @@ def cpu_tensor_peak_bytes(call: Callable[[], object]) -> int:
     from torch.profiler import ProfilerActivity, profile
 
     gc.collect()
-    with _quiet_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         call()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
@@ -206,20 +196,6 @@ def cpu_tensor_peak_bytes(call: Callable[[], object]) -> int:
     if not totals:
         raise RuntimeError("the profiler recorded no allocation")
     return max(totals)
-
-
-@contextmanager
-def _quiet_stderr() -> Iterator[None]:
-    """Keep the profiler's start and stop lines, which C++ writes, off the terminal."""
-    sys.stderr.flush()
-    saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 2)
-    try:
-        yield
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)
-        os.close(null)
 
 
 # --- the machine ----------------------------------------------------------------------------------
@@ -253,7 +229,7 @@ def environment(device_type: str, commit: str | None = None) -> dict[str, Any]:
 def git_commit(folder: Path = ROOT) -> str:
     """Return the commit of a checkout, "-dirty" behind it if tracked files differ from it."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    return _output_of(command, folder) or "unknown (not a git checkout; --commit names one)"
+    return output_of(command, folder) or "unknown (not a git checkout; --commit names one)"
 
 
 def command_line(script: str, arguments: Sequence[str]) -> str:
@@ -275,7 +251,7 @@ def load_average() -> float | None:
 
 def _nvidia_smi(fields: str) -> list[str]:
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
-    lines = _output_of(command).splitlines()
+    lines = output_of(command).splitlines()
     if not lines:
         return [NOT_AVAILABLE] * len(fields.split(","))
     return [value.strip() for value in lines[0].split(",")]
@@ -302,7 +278,8 @@ def version_of(module: str) -> str:
         return "not installed"
 
 
-def _output_of(command: list[str], folder: Path | None = None) -> str:
+def output_of(command: list[str], folder: Path | None = None) -> str:
+    """Return what a command prints, "" if it fails."""
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
@@ -342,31 +319,19 @@ def device_of(given: str | None) -> str:
     return device
 
 
-def positive(text: str) -> int:
-    """Parse a whole number of 1 or more."""
-    value = int(text)
-    if value < 1:
-        raise ValueError
-    return value
+def number(name: str, kind: type, at_least: float, at_most: float = math.inf) -> Callable:
+    """Return a parser of numbers in a range, by the name that argparse calls them."""
+
+    def parse(text: str) -> Any:
+        value = kind(text)
+        if not at_least <= value <= at_most:
+            raise ValueError
+        return value
+
+    parse.__name__ = name
+    return parse
 
 
-def seed(text: str) -> int:
-    """Parse what torch's generators take."""
-    value = int(text)
-    if not SEED_RANGE[0] <= value <= SEED_RANGE[1]:
-        raise ValueError
-    return value
-
-
-def probability(text: str) -> float:
-    """Parse a number in [0, 1)."""
-    value = float(text)
-    if not 0 <= value < 1:
-        raise ValueError
-    return value
-
-
-# What argparse calls them when they refuse a value.
-positive.__name__ = "positive int"
-seed.__name__ = "seed, from -2^63 to 2^64 - 1"
-probability.__name__ = "probability in [0, 1)"
+positive = number("positive int", int, 1)
+seed = number("seed, from -2^63 to 2^64 - 1", int, *SEED_RANGE)
+probability = number("probability in [0, 1)", float, 0, math.nextafter(1, 0))

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from xtrain.report import template
+
 NOT_AVAILABLE = "n/a"
 
 
@@ -29,10 +31,10 @@ class Report:
     result: list[str]
     setup: dict[str, Any]
     method: list[str]
-    headers: list[str]
-    rows: list[list[str]]
     reproduce: str
     limits: list[str]
+    headers: list[str] = field(default_factory=list)
+    rows: list[list[str]] = field(default_factory=list)
     checks: list[list[str]] = field(default_factory=list)  # [what, wanted, measured, met or missed]
     data: dict[str, Any] = field(default_factory=dict)
     sections: list[tuple[str, list[str], list[list[str]]]] = field(default_factory=list)
@@ -48,22 +50,7 @@ class Report:
 
     def markdown(self) -> str:
         """Return the report as a Markdown file."""
-        checks = table(["Claim", "Wanted", "Measured", ""], self.checks, "github")
-        sections = [
-            f"# {self.title}",
-            f"**Question.** {self.question}",
-            "**Result.** " + " ".join(self.result),
-            *([checks] if self.checks else []),
-            "**Setup.** " + _setup_sentence(self.setup),
-            "**Method.** " + " ".join(self.method),
-            "**Table.**",
-            self.table("github"),
-            "**Reproduce.**",
-            f"```\n{self.reproduce}\n```",
-            "**Limits.**",
-            "\n".join(f"- {line}" for line in self.limits),
-        ]
-        return "\n\n".join(sections) + "\n"
+        return render(Path(__file__).with_name("report.md.jinja"), report=self, table=table)
 
     def write(self, json_path: Path | None, markdown_path: Path | None) -> None:
         """Write the files that were asked for."""
@@ -106,51 +93,16 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[Any]], form: str = "gi
     return tabulate(rows, headers, tablefmt=form, disable_numparse=True, colalign=align or ())
 
 
-def _setup_sentence(setup: Mapping[str, Any]) -> str:
-    """Name the entries that apply to this machine, in about three digits."""
-    entries = [
-        f"{name.replace('_', ' ')} {f'{value:.3g}' if isinstance(value, float) else value}"
-        for name, value in setup.items()
-        if value not in (None, NOT_AVAILABLE)
-    ]
-    return "; ".join(entries) + "."
+def render(path: Path, **values: Any) -> str:
+    """Return the Markdown that a template makes of values."""
+    return template(path, escape=False).render(values)
 
 
-def _template(path: Path) -> Any:
-    import jinja2
-
-    environment = jinja2.Environment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    environment.filters["g"] = "{:.3g}".format  # a number in three digits
-    return environment.from_string(path.read_text(encoding="utf-8"))
-
-
-def render(template: Path, **values: Any) -> str:
-    """Return the page that a template makes of values."""
-    return _template(template).render(**values)
-
-
-def texts(template: Path, **values: Any) -> dict[str, list[str]]:
+def texts(path: Path, **values: Any) -> dict[str, list[str]]:
     """Return the texts that a template sets, by name, in sentences or items: its lines."""
-    found = vars(_template(template).make_module(values))
+    found = vars(template(path, escape=False).make_module(values))
     found = {name: text for name, text in found.items() if isinstance(text, str)}
     return {name: text.strip().splitlines() for name, text in found.items()}
-
-
-# --- limits that every report states --------------------------------------------------------------
-
-
-def shared_machine(environment: Mapping[str, Any]) -> list[str]:
-    """Say so if others were at work on the machine."""
-    load, cores = environment.get("load_average_before"), environment.get("cpu_cores")
-    if load is None or not cores or load <= 0.25 * cores:
-        return []
-    said = f"The machine was shared: load average {load:.1f} on {cores} cores before the run."
-    return [f"{said} Trust the ratios, not the times."]
 
 
 def noise(summaries: Mapping[str, Any]) -> list[str]:
@@ -160,11 +112,6 @@ def noise(summaries: Mapping[str, Any]) -> list[str]:
         return []
     name = max(spreads, key=lambda n: spreads[n])
     return [f"Noise: p20 to p80 spans up to {spreads[name]:.0%} of the median ({name})."]
-
-
-def failures(errors: Mapping[str, str | None]) -> list[str]:
-    """Say what failed and why."""
-    return [f"{name} failed: {error}" for name, error in errors.items() if error is not None]
 
 
 # --- plots ----------------------------------------------------------------------------------------

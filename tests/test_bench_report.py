@@ -21,15 +21,8 @@ from bench.train.variants import KINDS, LLAMA_SHAPES, Setting
 
 ROOT = Path(__file__).resolve().parent.parent
 
-TINY = Setting(
-    preset="tiny",
-    batch=2,
-    seq=16,
-    vocab=16,
-    dropout=0.1,
-    device="cpu",
-    dtype="fp32",
-)
+SIZES = dict(preset="tiny", batch=2, seq=16, vocab=16)
+TINY = Setting(**SIZES, dropout=0.1, device="cpu", dtype="fp32")
 DEFAULT_VARIANTS = KINDS["transformer"].default
 
 
@@ -72,16 +65,18 @@ def cells(report, label):
 
 
 def test_a_row_holds_what_was_measured():
-    row = cells(sample_report(), "xtrain.compile, dropout")
-    assert row["Step time p50 [p20, p80] (ms)"] == "50 [50, 50]"
-    assert row["Tokens/s"] == "640"  # 2 * 16 tokens in 50 ms
-    assert row["Peak memory (GiB)"] == "1.5"
-    assert row["First step (s)"] == "10.0"
-    assert row["Recompiles"] == "0"
-    assert row["vs eager"] == "4.000 [4.000, 4.000]"
-    assert row["vs torch.compile"] == "2.000 [2.000, 2.000]"
-    assert row["Max loss difference"] == "1.0e-06"
-    assert row["Masks"] == "2 of 2 equal the oracle's"
+    assert cells(sample_report(), "xtrain.compile, dropout") == {
+        "Variant": "xtrain.compile, dropout",
+        "Step time p50 [p20, p80] (ms)": "50 [50, 50]",
+        "Tokens/s": "640",  # 2 * 16 tokens in 50 ms
+        "Peak memory (GiB)": "1.5",
+        "First step (s)": "10.0",
+        "Recompiles": "0",
+        "vs eager": "4.000 [4.000, 4.000]",
+        "vs torch.compile": "2.000 [2.000, 2.000]",
+        "Max loss difference": "1.0e-06",
+        "Masks": "2 of 2 equal the oracle's",
+    }
 
 
 def test_f_dropout_is_held_to_eager_and_said_to_draw_other_masks():
@@ -197,10 +192,8 @@ def test_claims_and_ratios_follow_from_the_times(tmp_path):
 
 
 def test_every_claim_and_default_names_a_variant():
-    for (model, _), claims in [
-        *train_report.SPEED_CLAIMS.items(),
-        *train_report.COST_CLAIMS.items(),
-    ]:
+    speeds, costs = train_report.SPEED_CLAIMS, train_report.COST_CLAIMS
+    for (model, _), claims in [*speeds.items(), *costs.items()]:
         kind = KINDS[model]
         assert {n for claim in claims for n in claim[:2]} <= set(kind.default)
         assert set(kind.default) <= set(kind.variants)

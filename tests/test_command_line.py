@@ -21,7 +21,7 @@ from training import running
 from xtrain import generate, train
 from xtrain.command_line import exit_codes
 from xtrain.drift.command import main as drift_main
-from xtrain.explain.command import main as explain_main
+from xtrain.explain.__main__ import main as explain_main
 from xtrain.training import console, session
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -14,11 +14,9 @@ from transformers import AutoConfig, DeepseekV3Config, GPT2Config, LlamaConfig
 from xtrain import passes, subject
 from xtrain.config import ConfigError, RunConfig
 from xtrain.data.tokenizer import ByteTokenizer
-from xtrain.explain.as_json import as_json
+from xtrain.explain.__main__ import main
 from xtrain.explain.capture import explain
-from xtrain.explain.command import main
-from xtrain.explain.page import page
-from xtrain.explain.text import as_text
+from xtrain.explain.output import as_json, as_text, page
 from xtrain.model import PRESETS, Config
 from xtrain.subject import shrink_hugging_face, shrunk_preset
 

@@ -15,14 +15,11 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
-def test_the_pasted_example_prints_what_is_shown(tmp_path):
+def test_the_pasted_example_prints_what_is_shown(capsys):
     example, shown = re.search(r"```python\n(.*?)```\n```\n(.*?)```", README, re.S).groups()
     assert len(example.strip().splitlines()) == 12
-    script = tmp_path / "example.py"
-    script.write_text(example)
-    output = subprocess.run(
-        [sys.executable, str(script)], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
+    exec(compile(example, "README.md", "exec"), {"__name__": "__main__"})
+    output = capsys.readouterr().out
     for site in ("layers.0.attention", "layers.0.feed_forward", "layers.1.attention"):
         assert f"model.{site}" in output and f"model.{site}" in shown
     hashes = dict(re.findall(r"^(\w+ \w+) ([0-9a-f]{12})$", output, re.M))

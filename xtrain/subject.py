@@ -16,8 +16,9 @@ import contextlib
 import difflib
 import importlib
 import inspect
+import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,10 +89,15 @@ class Size:
     seq: int = 16
     max_parameters: int | None = None
 
-    def is_too_large(self, num_parameters: int) -> bool:
-        """Whether a model of so many parameters is built with two layers."""
-        limit = self.max_parameters
-        return self.layers is None and limit is not None and num_parameters > limit
+    def __post_init__(self) -> None:
+        if self.hidden is not None and self.hidden % HEAD_DIM:
+            raise ConfigError(f"--hidden must be a multiple of {HEAD_DIM}, got {self.hidden}")
+
+    @property
+    def limit(self) -> float:
+        """With more parameters than this a model is built with two layers."""
+        given = self.layers is not None or self.max_parameters is None
+        return math.inf if given else self.max_parameters  # type: ignore[return-value]
 
 
 def load(name: str, **size: Any) -> Subject:
@@ -102,14 +108,9 @@ def load(name: str, **size: Any) -> Subject:
               size: the fields of `Size`.
     Raises:   ConfigError for what cannot be found, imported or built.
     """
-    kind, asked = kind_of(name), Size(**size)
-    builders = {
-        "preset": _preset,
-        "run": _run,
-        "folder": _hugging_face,
-        "function": _from_function,
-    }
-    subject = builders[kind](name, asked)
+    kind = kind_of(name)
+    build = {"preset": _preset, "run": _run, "folder": _hugging_face, "function": _from_function}
+    subject = build[kind](name, Size(**size))
     subject.kind = kind
     return subject
 
@@ -200,8 +201,8 @@ def _ours(values: dict[str, Any], title: str, size: Size) -> Subject:
     facts = []
     try:
         values = {**shrunk_preset(values, layers=size.layers, hidden=size.hidden), **size.changes}
-        if size.is_too_large(Config.from_dict(values).num_parameters()):
-            facts.append(f"{DEFAULT_LAYERS} of {values['n_layers']} layers (--layers builds more)")
+        if Config.from_dict(values).num_parameters() > size.limit:
+            facts.append(_fewer_layers(values["n_layers"]))
             values["n_layers"] = DEFAULT_LAYERS
         config = Config.from_dict(values)
     except ValueError as error:
@@ -218,6 +219,10 @@ def _ours(values: dict[str, Any], title: str, size: Size) -> Subject:
     if config.dropout:
         subject.options["dropout"] = config.dropout
     return subject
+
+
+def _fewer_layers(total: int) -> str:
+    return f"{DEFAULT_LAYERS} of {total} layers (--layers builds more)"
 
 
 # --- of transformers -----------------------------------------------------------------------------
@@ -238,15 +243,15 @@ def _hugging_face(name: str, size: Size) -> Subject:
         )
         shrink_hugging_face(config, layers=size.layers, hidden=size.hidden)
         _change(config, size.changes)
-        total, count = num_layers(config), 0
-        if is_limited := size.layers is None and size.max_parameters is not None:
+        total, count = num_layers(config) or 0, 0
+        if size.limit < math.inf:
             count = _count(config)
-        if total and total > DEFAULT_LAYERS and size.is_too_large(count):
+        if total > DEFAULT_LAYERS and count > size.limit:
             shrink_hugging_face(config, layers=DEFAULT_LAYERS, hidden=None)
-            facts.append(f"{DEFAULT_LAYERS} of {total} layers (--layers builds more)")
+            facts.append(_fewer_layers(total))
             count = _count(config)
         facts += _computable_experts(config)
-        if is_limited and size.hidden is None and count > REFUSED_PARAMETERS:
+        if size.hidden is None and count > REFUSED_PARAMETERS:
             raise ConfigError(  # who names a size gets it
                 f"{type(config).__name__}: {count / 1e9:.1f} G parameters even with few layers; "
                 "--hidden 64 builds it narrower, --layers 2 as it is"
@@ -411,35 +416,21 @@ def _reason(error: BaseException) -> str:
 # --- smaller -------------------------------------------------------------------------------------
 
 _LAYERS = (
-    "num_hidden_layers",
-    "num_layers",
-    "num_decoder_layers",
-    "encoder_layers",
-    "decoder_layers",
-    "encoder_num_hidden_layers",
-)
+    "num_hidden_layers num_layers num_decoder_layers encoder_layers decoder_layers "
+    "encoder_num_hidden_layers"
+).split()
 # Sizes that are a multiple of the width, and are kept so.
 _WIDTHS = (
-    "intermediate_size",
-    "ffn_dim",
-    "d_ff",
-    "encoder_ffn_dim",
-    "decoder_ffn_dim",
-    "moe_intermediate_size",
-    "shared_expert_intermediate_size",
-    "n_inner",
-    "word_embed_proj_dim",
-)
-_HEADS = ("num_attention_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads")
+    "intermediate_size ffn_dim d_ff encoder_ffn_dim decoder_ffn_dim moe_intermediate_size "
+    "shared_expert_intermediate_size n_inner word_embed_proj_dim"
+).split()
+_HEADS = "num_attention_heads num_heads encoder_attention_heads decoder_attention_heads".split()
 HEAD_DIM = 16  # of a narrowed model: even, as rope needs it
 # Sizes within a head; where the query's is split, part of it is turned by rope and part is not.
 _HEAD_SIZES = {
-    "head_dim": HEAD_DIM,
-    "d_kv": HEAD_DIM,
+    **dict.fromkeys(("head_dim", "d_kv", "v_head_dim"), HEAD_DIM),
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim"), HEAD_DIM),
     "rotary_dim": HEAD_DIM // 2,
-    "v_head_dim": HEAD_DIM,
-    "qk_nope_head_dim": HEAD_DIM,
-    "qk_rope_head_dim": HEAD_DIM,
     "qk_head_dim": 2 * HEAD_DIM,
 }
 
@@ -457,23 +448,25 @@ def shrink_hugging_face(config: Any, *, layers: int | None, hidden: int | None) 
 def num_layers(config: Any) -> int | None:
     """Return how many layers a transformers configuration asks for, None if it does not say."""
     text = config.get_text_config()
-    return next((v for n in _LAYERS if isinstance(v := getattr(text, n, None), int)), None)
+    return next((getattr(text, name) for name in _whole(text, _LAYERS)), None)
+
+
+def _whole(config: Any, names: Iterable[str]) -> list[str]:
+    """Return the fields of these names that a configuration has, and as a whole number."""
+    return [name for name in names if isinstance(getattr(config, name, None), int)]
 
 
 def _set_layers(config: Any, layers: int) -> None:
-    before = {getattr(config, n) for n in _LAYERS if isinstance(getattr(config, n, None), int)}
-    lists: dict[str, list[Any]] = {}
-    for name in _LAYERS:
-        if isinstance(getattr(config, name, None), int):
-            setattr(config, name, layers)
-    for name, value in list(vars(config).items()):  # layer_types and other lists, one item a layer
-        if isinstance(value, list) and len(value) in before:
-            kinds = getattr(config, "layer_types", None)
-            kinds = kinds if isinstance(kinds, list) and len(kinds) == len(value) else value
-            kept = _one_of_each(kinds, layers)
-            lists[name] = [value[i] for i in kept]
+    names = _whole(config, _LAYERS)
+    before = {getattr(config, name) for name in names}
+    for name in names:
+        setattr(config, name, layers)
+    # layer_types and other lists, one item a layer
+    lists = {n: v for n, v in vars(config).items() if isinstance(v, list) and len(v) in before}
+    kinds = getattr(config, "layer_types", None)
     for name, value in lists.items():
-        setattr(config, name, value)
+        same = kinds if isinstance(kinds, list) and len(kinds) == len(value) else value
+        setattr(config, name, [value[i] for i in _one_of_each(same, layers)])
 
 
 def _one_of_each(kinds: list[Any], count: int) -> list[int]:
@@ -484,46 +477,39 @@ def _one_of_each(kinds: list[Any], count: int) -> list[int]:
 
 
 def _set_width(config: Any, hidden: int) -> None:
-    if hidden % HEAD_DIM:
-        raise ConfigError(f"--hidden must be a multiple of {HEAD_DIM}, got {hidden}")
-    width = config.hidden_size
-    for name in _WIDTHS:
-        value = getattr(config, name, None)
-        if isinstance(value, int):
-            setattr(config, name, max(HEAD_DIM, value * hidden // width // HEAD_DIM * HEAD_DIM))
-    for name in _HEADS:
-        heads = getattr(config, name, None)
-        if not isinstance(heads, int):
-            continue
-        fewer = hidden // HEAD_DIM
+    for name in _whole(config, _WIDTHS):
+        setattr(config, name, _narrowed(getattr(config, name), hidden, config.hidden_size))
+    for name in _whole(config, _HEADS):
+        heads, groups = getattr(config, name), getattr(config, "num_key_value_heads", None)
+        fewer, fewer_groups = _fewer_heads(hidden, heads, groups or heads)
         setattr(config, name, fewer)
-        groups = getattr(config, "num_key_value_heads", None)
         if isinstance(groups, int):
-            # as many query heads to a group as before, where that goes
-            config.num_key_value_heads = max(1, fewer * groups // heads)
-            if fewer % config.num_key_value_heads:
-                config.num_key_value_heads = 1
-    for name, size in _HEAD_SIZES.items():
-        if isinstance(getattr(config, name, None), int):
-            with contextlib.suppress(AttributeError):  # some compute it from the others
-                setattr(config, name, size)
+            config.num_key_value_heads = fewer_groups
+    for name in _whole(config, _HEAD_SIZES):
+        with contextlib.suppress(AttributeError):  # some compute it from the others
+            setattr(config, name, _HEAD_SIZES[name])
     config.hidden_size = hidden
 
 
 def shrunk_preset(values: dict[str, Any], *, layers: int | None, hidden: int | None) -> Any:
     """Return fields of our own Config, with fewer layers and less width where asked for."""
-    values = dict(values)
-    if layers is not None:
-        values["n_layers"] = layers
+    values = dict(values) if layers is None else {**values, "n_layers": layers}
     if hidden is not None:
-        if hidden % HEAD_DIM:
-            raise ConfigError(f"--hidden must be a multiple of {HEAD_DIM}, got {hidden}")
-        heads, groups = values["n_heads"], values.get("n_kv_heads", values["n_heads"])
-        fewer = hidden // HEAD_DIM
-        values["ffn_hidden"] = max(
-            HEAD_DIM, values["ffn_hidden"] * hidden // values["dim"] // HEAD_DIM * HEAD_DIM
-        )
-        fewer_groups = max(1, fewer * groups // heads)
-        values["n_kv_heads"] = fewer_groups if fewer % fewer_groups == 0 else 1
-        values |= {"dim": hidden, "n_heads": fewer}
+        heads, width = values["n_heads"], values["dim"]
+        values["ffn_hidden"] = _narrowed(values["ffn_hidden"], hidden, width)
+        groups = values.get("n_kv_heads", heads)
+        values["n_heads"], values["n_kv_heads"] = _fewer_heads(hidden, heads, groups)
+        values["dim"] = hidden
     return values
+
+
+def _narrowed(size: int, hidden: int, width: int) -> int:
+    """Return a size that keeps its ratio to the width; both are multiples of HEAD_DIM."""
+    return max(HEAD_DIM, size * hidden // width // HEAD_DIM * HEAD_DIM)
+
+
+def _fewer_heads(hidden: int, heads: int, groups: int) -> tuple[int, int]:
+    """Return heads and groups of a width: as many heads to a group as before, where that goes."""
+    fewer = hidden // HEAD_DIM
+    fewer_groups = max(1, fewer * groups // heads)
+    return fewer, fewer_groups if fewer % fewer_groups == 0 else 1

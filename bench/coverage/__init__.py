@@ -7,7 +7,8 @@ expected.toml   the sites of every type, read off its modelling code
 preload.py      what the server process imports once for all children
 table.md.jinja  docs/coverage.md, from the records and the verdicts here
 
-Results are kept after each class; a second run takes up where the first ended. No torch here.
+Results are kept in bench/results/coverage.json after each class; a second run takes up where the
+first ended. No torch here.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import subprocess
 import sys
 import tempfile
 import threading
@@ -27,10 +27,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from bench.harness import ROOT, output_of
 from bench.report import render
+from xtrain.files import replace_text
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
 RESULTS = ROOT / "bench" / "results" / "coverage.json"
 TABLE = ROOT / "docs" / "coverage.md"
 CHECKS = ("plain", "sites", "p0", "checkpoint", "swaps")
@@ -104,9 +105,7 @@ class Store:
             self.data["classes"][name] = record
             self.data["classes"] = dict(sorted(self.data["classes"].items()))
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            fresh = self.path.with_suffix(".tmp")
-            fresh.write_text(json.dumps(self.data, indent=1) + "\n")
-            fresh.replace(self.path)
+            replace_text(self.path, json.dumps(self.data, indent=1) + "\n")
 
 
 def environment() -> dict[str, str]:
@@ -120,12 +119,6 @@ def environment() -> dict[str, str]:
     }
 
 
-def commit_of_this_tree() -> str:
-    """Return the short hash of the commit that is measured, "" outside a repository."""
-    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
-
-
 def walk(
     names: list[str], checks: tuple[str, ...], store: Store, arguments: argparse.Namespace
 ) -> None:
@@ -135,7 +128,7 @@ def walk(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["bench.coverage.preload"])
     started = time.monotonic()
-    done, commit = 0, commit_of_this_tree()
+    done, commit = 0, output_of(["git", "rev-parse", "--short", "HEAD"], ROOT)
 
     def one(name: str) -> None:
         nonlocal done
@@ -152,11 +145,17 @@ def walk(
             future.result()
 
 
-def checked_in_a_child(context: Any, name: str, checks: tuple[str, ...], limit_s: float) -> Record:
-    """Return the record of one class, whatever becomes of the process that checks it."""
+def checked_in_a_child(
+    context: Any, name: str, checks: tuple[str, ...], limit_s: float, target: Any = None
+) -> Record:
+    """Return the record of one class, whatever becomes of the process that checks it.
+
+    Args:     target: what the process runs, by default `_child`.
+    """
     receiver, sender = context.Pipe(duplex=False)
     with tempfile.NamedTemporaryFile(mode="r", errors="replace") as log:
-        process = context.Process(target=_child, args=(name, checks, sender, log.name), daemon=True)
+        arguments = (name, checks, sender, log.name)
+        process = context.Process(target=target or _child, args=arguments, daemon=True)
         started = time.monotonic()
         process.start()
         sender.close()
@@ -200,26 +199,6 @@ def _in_one_line(record: Record) -> str:
 
 EXACT, REFUSED, WRONG, PART = "exact", "refused", "WRONG", "sites right"
 NOT_TRAINED, NOT_BUILT, LEFT = "torch fails", "not built", "not measured"
-
-MEANINGS = {
-    EXACT: "sites, masks, p = 0 and checkpointing all as they should be",
-    PART: "sites and masks of one eager forward as they should be; the rest is not measured yet",
-    REFUSED: "xtrain.compile raises and says why; nothing trains with a wrong mask",
-    WRONG: "something differs from what it should be",
-    NOT_TRAINED: "plain `torch.compile(fullgraph=True, backend=\"aot_eager\")` does not train it; "
-    "what xtrain.compile does across the graph breaks stands in the row",
-    NOT_BUILT: "the shrunken model cannot be built or run by itself",
-    LEFT: "this run did not get to it",
-}  # fmt: skip
-_SWAPS = {
-    "use_triton_rms_norm": "norm",
-    "use_triton_rope": "rope",
-    "use_triton_swiglu": "swiglu",
-    "use_triton_geglu": "geglu",
-    "use_triton_sdpa": "sdpa",
-    "use_triton_linear_cross_entropy": "loss",
-    "fuse_dropout_add_rms_norm": "fused",
-}
 
 
 def expected_sites() -> dict[str, str]:
@@ -281,61 +260,15 @@ def write_table(path: Path, data: dict[str, Any], types: dict[str, str]) -> None
     expected, records = expected_sites(), data["classes"]
     rows = {name: verdict(records.get(name), expected.get(name)) for name in types}
     whole = [name for name, record in records.items() if record.get("plain") is True]
-    verified = [record["verified"] for record in records.values() if "verified" in record]
-    swapped = [found for found in verified if found["num_graphs"]]
     text = render(
         HERE / "table.md.jinja",
         environment=data["environment"],
         commits=sorted({record.get("commit", "") for record in records.values()} - {""}),
-        meanings=MEANINGS,
         rows=rows,
+        records=records,
+        expected=expected,
         counts=Counter(word for word, _ in rows.values()),
         whole=whole,
         exact=sum(rows[name][0] == EXACT for name in whole),
-        swapped=swapped,
-        num_verified=sum(map(_num_verified, swapped)),
-        num_partly=sum(bool(found["left_out"]) for found in swapped),
-        left=[name for name, (word, _) in rows.items() if word == LEFT],
-        built={
-            name: _cells(word, records[name], expected.get(name, "?"))
-            for name, (word, _) in rows.items()
-            if name in records and "not_built" not in records[name]
-        },
     )
     path.write_text(text)
-
-
-def _cells(word: str, record: Record, expected: str) -> list[str]:
-    sites = record.get("sites")
-    if sites is None and "sites_not_strict" in record:
-        sites = f"({record['sites_not_strict']})"
-    marks = (_mark(record.get(check)) for check in ("masks", "p0", "checkpoint"))
-    graphs = str(record.get("graphs", "-"))
-    return [word, graphs, sites or "-", expected, *marks, _swaps(record), _verified(record)]
-
-
-def _mark(value: Any) -> str:
-    if value is True:
-        return "yes"
-    return "NO" if value is False else "-" if value is None else "(below)"
-
-
-def _swaps(record: Record) -> str:
-    swaps = record.get("swaps")
-    if not isinstance(swaps, dict):
-        return "-"
-    listed = ", ".join(f"{swaps[k]} {word}" for k, word in _SWAPS.items() if k in swaps)
-    moved = record.get("swapped_loss_difference", 0.0)
-    return f"{listed or 'none'}; {moved:.0e}" if moved else listed or "none"
-
-
-def _num_verified(found: Record) -> int:
-    return found["num_losses"] + found["num_outputs"] + found["num_gradients"]
-
-
-def _verified(record: Record) -> str:
-    found = record.get("verified")
-    if not found or not found["num_graphs"]:
-        return "-"
-    said = f"{_num_verified(found)}; {found['largest']:.2g}"
-    return f"{said} (in part)" if found["left_out"] else said

@@ -67,7 +67,10 @@ def check_class(model_type: str, checks: tuple[str, ...], send: Callable[[Record
         return
     for name in checks:
         send({**record, "running": name})
-        getattr(subject, f"check_{name}")(record)
+        try:
+            getattr(subject, f"check_{name}")(record)
+        except Exception as error:
+            record[name] = first_line(error)
         send(record)
 
 
@@ -103,11 +106,8 @@ class _Subject:
     def check_plain(self, record: Record) -> None:
         # A loss that logs through warning_once is no reason to count a class out.
         torch_compat.ignore_logging_calls()
-        try:
-            self.plain = self.train_plain()
-            record["plain"] = True
-        except Exception as error:
-            record["plain"] = first_line(error)
+        self.plain = self.train_plain()
+        record["plain"] = True
 
     def check_sites(self, record: Record) -> None:
         """Sites and masks; where plain torch breaks the graph, ours is tried with breaks."""
@@ -146,11 +146,8 @@ class _Subject:
     def check_p0(self, record: Record) -> None:
         if record.get("plain") is not True:
             record["p0"] = "plain torch.compile does not train it"
-            return
-        try:
+        else:
             record["p0"] = all_equal(self.plain, self.train(self.compiled(dropout=0.0)))
-        except Exception as error:
-            record["p0"] = first_line(error)
 
     def check_checkpoint(self, record: Record) -> None:
         if "sites" not in record:
@@ -182,13 +179,9 @@ class _Subject:
     def check_swaps(self, record: Record) -> None:
         if "sites" not in record:
             return
-        try:
-            whole = record.get("plain") is True
-            compiled = self.compiled(kernels="auto", fullgraph=whole, verify=True)
-            loss, *_ = self.train(compiled)
-        except Exception as error:
-            record["swaps"] = first_line(error)
-            return
+        whole = record.get("plain") is True
+        compiled = self.compiled(kernels="auto", fullgraph=whole, verify=True)
+        loss, *_ = self.train(compiled)
         swaps: dict[str, int] = {}
         for result in compiled.report().passes:
             if result.name.startswith(("use_", "fuse_")) and result.num_replaced:

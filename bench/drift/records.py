@@ -20,7 +20,6 @@ from pathlib import Path
 
 import torch
 
-from bench.report import table
 from bench.train.models import autocast, build_config
 from bench.train.variants import Setting
 from xtrain import compile as xtrain_compile
@@ -28,7 +27,7 @@ from xtrain import drift
 from xtrain.drift import Comparison, compare
 from xtrain.drift.bisection.factors import run_child
 from xtrain.drift.comparison.margins import find_loop
-from xtrain.drift.comparison.report import as_text, context, size_text
+from xtrain.drift.comparison.report import as_text, context
 from xtrain.drift.recording.format import Record
 from xtrain.drift.recording.subject import draw_tokens, draw_weights
 from xtrain.model import Transformer
@@ -126,22 +125,36 @@ def ratio_text(margin: float, shift: float) -> str:
 FLAGS = ("record", "small", "--threads=1")  # and what else record does by default
 
 
-def machines(work: Path, others: list[Path], pieces: list[Path]) -> str:
-    """Return the section as Markdown.
+@dataclass
+class Machines:
+    """Records of another machine against those made here, as study.md.jinja shows them.
 
-    Args:     work: where this machine's record of the preset is made, once.
-              others: records of another machine.
-              pieces: this machine's records of the trained run; `others` of the same prompts are
-                  compared with them.
+    drawn:   comparisons with this machine's record of the preset, whose weights are drawn.
+    trained: device and dtype -> margins and shifts of the trained run.
     """
-    trained = {_prompts(path): path for path in pieces}
-    partners = [(path, trained.get(_prompts(path))) for path in others]
-    parts = ["## CPU against GPU"]
-    if drawn := [path for path, partner in partners if partner is None]:
-        parts.append(_drawn_weights(work, drawn))
-    if pairs := [(here, path) for path, here in partners if here is not None]:
-        parts.append(_trained_run(pairs))
-    return "\n\n".join(parts)
+
+    drawn: list[Comparison] = field(default_factory=list)
+    trained: dict[str, Margins] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, work: Path, others: list[Path], pieces: list[Path]) -> Machines:
+        """Compare records of another machine.
+
+        Args:     work: where this machine's record of the preset is made, once.
+                  pieces: this machine's records of the trained run; `others` of the same prompts
+                      are compared with them.
+        """
+        found, mine = cls(), {_prompts(path): path for path in pieces}
+        for other in others:
+            here = mine.get(_prompts(other))
+            if here is not None:
+                margins = found.trained.setdefault(name_of(Record(other)), Margins())
+                gather(margins, here, other)
+            else:
+                found.drawn.append(compare(record_of_preset(work), other))
+        if refused := [f"{c.b.path}: {c.reason}" for c in found.drawn if c.reason is not None]:
+            raise SystemExit("; ".join(refused))
+        return found
 
 
 def _prompts(path: Path) -> str:
@@ -149,79 +162,17 @@ def _prompts(path: Path) -> str:
     return json.dumps(Record(path).contents["prompts"], sort_keys=True)
 
 
-def _trained_run(pairs: list[tuple[Path, Path]]) -> str:
-    """Margins and shifts of the trained run, a row for each device and dtype."""
-    found: dict[str, Margins] = {}
-    for here, other in pairs:
-        record = Record(other)
-        name = _name(record.environment, record.run)
-        gather(found.setdefault(name, Margins()), here, other)
-    rows = [
-        (
-            name,
-            margins.first,
-            len(margins.margins),
-            len(margins.shifts),
-            f"{max(margins.shifts):.3g}",
-            f"{margins.tightest[0]:.3g}",
-            margins.num_can_flip,
-            margins.num_other_tokens,
-        )
-        for name, margins in found.items()
-    ]
-    headers = ("B", "first difference", "prompts", "places", "max shift", "smallest margin")
-    headers = (*headers, "can flip", "prompts with other tokens")
-    a = Record(pairs[0][0])
-    intro = (
-        f"The trained model on prompts of the margins above, {a.run['num_tokens']} tokens "
-        "each; A is the record of this machine's CPU in fp32, ATen level default. Where a prompt "
-        "gets another token, the places behind it are not compared: they follow another text."
-    )
-    return f"{intro}\n\n{table(headers, rows)}"
-
-
-def _drawn_weights(work: Path, others: list[Path]) -> str:
+def record_of_preset(work: Path) -> Path:
+    """Return this machine's record of the preset, made where it is missing."""
     here = work / "devices.drift"
-    if not here.exists():
-        done = run_child([*FLAGS, f"--out={here}"], {})
-        if done.error:
-            raise SystemExit(f"failed: {done.error}")
-    record = Record(here)
-    comparisons = [compare(here, other) for other in others]
-    refused = [f"{c.b.path}: {c.reason}" for c in comparisons if c.reason is not None]
-    if refused:
-        raise SystemExit("; ".join(refused))
-    rows = [_row(comparison) for comparison in comparisons]
-    headers = ("B", "verdict", "first difference", "size", "block outputs, first to last")
-    headers = (*headers, "max shift", "places", "can flip", "flipped")
-    alone = sorted({f"`{found.op}`" for c in comparisons for found in c.unmatched})
-    steps = record.run["num_tokens"]
-    intro = (
-        f"Preset small with weights drawn by NumPy from seed 0 (not trained: its margins are those "
-        f"of noise), {len(record.cases)} built-in prompts x {steps} tokens, as `record` does them. "
-        f"A is this machine's CPU in fp32, one thread, torch {record.environment['torch.version']}."
-    )
-    end = f"Without a partner, and never called a difference: {', '.join(alone)}."
-    return f"{intro}\n\n{table(headers, rows)}" + (f"\n\n{end}" if alone else "")
+    if not here.exists() and (done := run_child([*FLAGS, f"--out={here}"], {})).error:
+        raise SystemExit(f"failed: {done.error}")
+    return here
 
 
-def _row(found: Comparison) -> tuple:
-    first, run = found.first_divergence, found.b.run
-    growth = [layer.max_abs for layer in found.growth if layer.num_compared]
-    return (
-        _name(found.b.environment, run),
-        found.exit_code,
-        str(first) if first else "-",
-        size_text(first.distance) if first else "-",
-        f"{growth[0]:.3g} to {growth[-1]:.3g}" if growth else "-",
-        f"{max((place.shift for place in found.positions), default=0.0):.3g}",
-        len(found.positions),
-        sum(place.can_flip for place in found.positions),
-        sum(place.flipped for place in found.positions),
-    )
-
-
-def _name(environment: dict, run: dict) -> str:
+def name_of(record: Record) -> str:
+    """Return the device, torch and dtype of a record."""
+    environment, run = record.environment, record.run
     gpus = environment["cuda.gpus"] if run["device"].startswith("cuda") else None
     where = gpus[0].split(",")[0] if gpus else f"{environment['cpu.model']} CPU"
     dtype = "fp32" if run["dtype"] == "auto" else run["dtype"]

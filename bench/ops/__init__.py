@@ -16,7 +16,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from bench import harness
-from bench.report import Report
 
 if TYPE_CHECKING:
     from bench.ops.common import Bench, Case
@@ -56,24 +55,9 @@ def add_flags(parser: Any) -> None:
 
 def run(ops: Sequence[str], flags: Namespace, command: str) -> int:
     """Measure some ops, write and print; return the exit code: 1 if a provider failed."""
-    report = measured_report(ops, flags, command)
-    report.write(flags.json, flags.markdown)
-    if getattr(flags, "plot", None) is not None:
-        from bench.ops.report import draw
-
-        title = f"Forward and backward on {report.setup['gpu']}"
-        draw(report.data["rows"], flags.plot, title)
-    print("\n" + report.table())
-    for check in report.checks:
-        print(" | ".join(check))
-    return 1 if any(row["error"] for row in report.data["rows"]) else 0
-
-
-def measured_report(ops: Sequence[str], flags: Namespace, command: str) -> Report:
-    """Measure some ops and return the report."""
     import torch
 
-    from bench.ops.report import build_report
+    from bench.ops.report import build_report, draw
     from bench.ops.timing import Plan, fill_caches
 
     start = time.perf_counter()
@@ -92,11 +76,17 @@ def measured_report(ops: Sequence[str], flags: Namespace, command: str) -> Repor
             print(f"filling the caches: {problem}", flush=True)
         print(f"caches filled: {time.perf_counter() - start:.1f} s", flush=True)
     end = math.inf if flags.limit is None else start + flags.limit
-    measured: list[Measured] = []
-    for bench in benches:
-        measured += measure(bench, device, plan, quick=flags.quick, end=end)
+    measured = [m for b in benches for m in measure(b, device, plan, quick=flags.quick, end=end)]
     environment["run_took_s"] = time.perf_counter() - start
-    return build_report(benches, measured, plan, environment, command)
+    report = build_report(benches, measured, plan, environment, command)
+    report.write(flags.json, flags.markdown)
+    if getattr(flags, "plot", None) is not None:
+        title = f"Forward and backward on {report.setup['gpu']}"
+        draw(report.data["rows"], flags.plot, title)
+    print("\n" + report.table())
+    for check in report.checks:
+        print(" | ".join(check))
+    return 1 if any(row["error"] for row in report.data["rows"]) else 0
 
 
 def cases_of(bench: Bench, device: Any, quick: bool) -> list[Case]:

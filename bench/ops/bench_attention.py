@@ -14,7 +14,6 @@ from torch import Tensor
 
 from bench.ops.common import (
     BEST_OTHER,
-    COPY,
     EAGER,
     NEVER_SLOWER,
     OUR_ERROR_FACTOR,
@@ -25,13 +24,12 @@ from bench.ops.common import (
     NotThere,
     Provider,
     Target,
-    decomposed,
     forward_and_backward,
     liger,
-    never_slower,
     usual_providers,
 )
 from xtrain.ops import OPS
+from xtrain.ops.sdpa import op as attention
 
 ROPE, SDPA = OPS["rope_qk"], OPS["sdpa"]
 
@@ -160,8 +158,6 @@ def library(name: str) -> Callable[[Case], Callable[..., Tensor]]:
     def build(case: Case) -> Callable[..., Tensor]:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        if not torch.cuda.is_available():
-            raise NotThere("needs a GPU")
         backend, call = getattr(SDPBackend, name), torchs_own(case)
 
         def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -176,8 +172,6 @@ def library(name: str) -> Callable[[Case], Callable[..., Tensor]]:
 def flex(case: Case) -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    if not torch.cuda.is_available():
-        raise NotThere("needs a GPU")
     T = case.shape[3]
     mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, T, T, device="cuda")
     compiled = torch.compile(flex_attention, dynamic=False)
@@ -185,35 +179,19 @@ def flex(case: Case) -> Callable[..., Tensor]:
 
 
 class TritonAttention(torch.autograd.Function):
-    """Our launchers, called past the op's choice of a backend."""
+    """Our kernels, called past the op's choice of a backend."""
 
     @staticmethod
     def forward(ctx, q, k, v):
-        from xtrain.ops.sdpa.kernel import sdpa_fwd
-        from xtrain.ops.sdpa.op import as_options
-
-        ctx.options = as_options(q, causal=True)
-        out = torch.empty_like(q)
-        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-        sdpa_fwd(q, k, v, ctx.options, out, lse)
+        ctx.options = attention.as_options(q, causal=True)
+        out, lse = attention.forward_by_kernel(q, k, v, ctx.options)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
     @staticmethod
     def backward(ctx, grad_out):
-        from xtrain.ops.sdpa.backward_kernel import sdpa_bwd
-
-        q, k, v, out, lse = ctx.saved_tensors
-        grads = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
-        sdpa_bwd(grad_out, q, k, v, ctx.options, out, lse, grads)
-        return grads
-
-
-def our_kernel(case: Case) -> Callable[..., Tensor]:
-    """Our own Triton kernels, whatever the op would pick."""
-    if not torch.cuda.is_available():
-        raise NotThere("needs a GPU")
-    return TritonAttention.apply
+        q, k, v, *results = ctx.saved_tensors
+        return attention.backward_by_kernels(grad_out, q, k, v, ctx.options, *results)
 
 
 def num_flops(case: Case, mode: str) -> int:
@@ -226,17 +204,9 @@ def num_flops(case: Case, mode: str) -> int:
 # --- the truth of one group of heads of one sample, which depends on no other ---------------------
 
 
-def _one_group(case: Case, inputs: Inputs) -> Inputs:
-    groups = case.shape[1] // case.shape[2]
-    q, k, v = (t.detach() for t in inputs.args)
-    args = (q[:1, :groups], k[:1, :1], v[:1, :1])
-    return Inputs(tuple(t.requires_grad_() for t in args), (inputs.grad_outs[0][:1, :groups],))
-
-
-def trim(case: Case, results: list[Tensor]) -> list[Tensor]:
-    groups = case.shape[1] // case.shape[2]
-    out, grad_q, grad_k, grad_v = results
-    return [out[:1, :groups], grad_q[:1, :groups], grad_k[:1, :1], grad_v[:1, :1]]
+def one_group(case: Case, tensor: Tensor) -> Tensor:
+    """Return that part of what has N heads or M."""
+    return tensor[:1, : tensor.shape[1] // case.shape[2]]
 
 
 def explicit(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -246,31 +216,16 @@ def explicit(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scores.masked_fill(later, float("-inf")).softmax(-1) @ v
 
 
-def plain_results(case: Case, inputs: Inputs) -> list[Tensor]:
-    return forward_and_backward(explicit, _one_group(case, inputs))
-
-
 def truth(case: Case, inputs: Inputs) -> list[Tensor]:
     """Head by head: at 16384 tokens the scores of one head take 2 GiB in fp64."""
-    group = _one_group(case, inputs).double()
-    q, k, v = group.args
-    outs, grads_q = [], []
-    grad_k, grad_v = torch.zeros_like(k), torch.zeros_like(v)
-    for head in range(q.shape[1]):
-        one = Inputs((q[:, head : head + 1].detach().requires_grad_(), k, v), group.grad_outs)
-        one.grad_outs = (group.grad_outs[0][:, head : head + 1],)
-        out, grad_q, dk, dv = forward_and_backward(explicit, one)
-        outs.append(out)
-        grads_q.append(grad_q)
-        grad_k += dk
-        grad_v += dv
-    return [torch.cat(outs, 1), torch.cat(grads_q, 1), grad_k, grad_v]
-
-
-def form(case: Case, inputs: Inputs) -> str:
-    from xtrain.ops.sdpa.op import sdpa_backend
-
-    return f"takes {sdpa_backend(*inputs.args, causal=True)}"
+    exact = inputs.double()
+    (q, k, v), (grad,) = exact.args, exact.grad_outs
+    by_head = [
+        forward_and_backward(explicit, Inputs((one_q.detach().requires_grad_(), k, v), (one_grad,)))
+        for one_q, one_grad in zip(q.split(1, 1), grad.split(1, 1), strict=True)
+    ]
+    outs, grads_q, grads_k, grads_v = zip(*by_head, strict=True)
+    return [torch.cat(outs, 1), torch.cat(grads_q, 1), sum(grads_k), sum(grads_v)]
 
 
 BENCHES = (
@@ -288,14 +243,9 @@ BENCHES = (
             ligers,
             mutates=True,
         ),
-        targets=[
-            Target("at least 92% of copy's bandwidth", 1 / 0.92, COPY, cases=("1b",)),
-            *never_slower(),
-        ],
+        targets=[Target.near_copy(92, "1b"), *Target.never_slower()],
         num_bytes=num_rope_bytes,
-        form=lambda case, inputs: decomposed(
-            ROPE.supports(*inputs.args, layout=case.options["layout"])
-        ),
+        supports=lambda case, inputs: ROPE.supports(*inputs.args, layout=case.options["layout"]),
     ),
     Bench(
         op="sdpa",
@@ -306,10 +256,12 @@ BENCHES = (
         plain=lambda case: explicit,
         providers={
             EAGER: Provider(torchs_own),
-            CUDNN: Provider(library("CUDNN_ATTENTION")),
-            FLASH: Provider(library("FLASH_ATTENTION")),
-            FLEX: Provider(flex),
-            TRITON: Provider(our_kernel, error_factor=OUR_ERROR_FACTOR),
+            CUDNN: Provider(library("CUDNN_ATTENTION"), on_gpu=True),
+            FLASH: Provider(library("FLASH_ATTENTION"), on_gpu=True),
+            FLEX: Provider(flex, on_gpu=True),
+            TRITON: Provider(
+                lambda case: TritonAttention.apply, on_gpu=True, error_factor=OUR_ERROR_FACTOR
+            ),
             OURS: Provider(
                 lambda case: lambda q, k, v: SDPA.public(q, k, v, causal=True),
                 error_factor=OUR_ERROR_FACTOR,
@@ -322,9 +274,8 @@ BENCHES = (
         ],
         num_flops=num_flops,
         truth=truth,
-        form=form,
-        trim=trim,
-        plain_results=plain_results,
+        form=lambda case, inputs: f"takes {attention.sdpa_backend(*inputs.args, causal=True)}",
+        part=one_group,
         versus=(FLEX, CUDNN),
     ),
 )

@@ -13,18 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.ops.common import (
-    COPY,
-    Bench,
-    Case,
-    Inputs,
-    NotThere,
-    Target,
-    decomposed,
-    liger,
-    never_slower,
-    usual_providers,
-)
+from bench.ops.common import Bench, Case, Inputs, NotThere, Target, liger, usual_providers
 from xtrain.ops import OPS
 
 
@@ -123,14 +112,10 @@ def glu(op: str, question: str, cases: dict[str, list[Case]], targets: list[Targ
         plain=plain,
         # Liger's backward writes over gate and up
         providers=usual_providers(plain, seen_through, ours, ligers, mutates=True),
-        targets=targets + never_slower(),
+        targets=targets + Target.never_slower(),
         num_bytes=num_bytes,
-        form=lambda case, inputs: decomposed(of(case).supports(*inputs.args)),
+        supports=lambda case, inputs: of(case).supports(*inputs.args),
     )
-
-
-def _near_copy(*names: str) -> Target:
-    return Target("at least 92% of copy's bandwidth", 1 / 0.92, COPY, cases=names)
 
 
 BENCHES = (
@@ -138,12 +123,12 @@ BENCHES = (
         "swiglu",
         "Is SwiGLU at the memory limit, its operands apart or packed?",
         CASES,
-        [_near_copy(name, f"{name}, packed") for name in ("1b", "124m", "8b")],
+        [Target.near_copy(92, name, f"{name}, packed") for name in ("1b", "124m", "8b")],
     ),
     glu(
         "geglu",
         "Is GeGLU at the memory limit, by tanh and by erf, its operands apart or packed?",
         GEGLU_CASES,
-        [_near_copy(case.name) for case in GEGLU_CASES["cuda"]],
+        [Target.near_copy(92, case.name) for case in GEGLU_CASES["cuda"]],
     ),
 )

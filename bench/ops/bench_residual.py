@@ -24,10 +24,8 @@ from bench.ops.common import (
     Inputs,
     NotThere,
     Target,
-    decomposed,
     keep_rate_problem,
     liger,
-    never_slower,
     truth_by,
     usual_providers,
 )
@@ -240,10 +238,9 @@ def fused_truth(case: Case, inputs: Inputs) -> list[Tensor]:
     return truth_by(function, inputs)
 
 
-def fused_form(case: Case, inputs: Inputs) -> str:
+def fused_supports(case: Case, inputs: Inputs) -> str | None:
     x, residual, weight, seed, offset = inputs.args
-    reason = FUSED.supports(x, residual, weight, case.options["p"], seed, offset, EPS)
-    return decomposed(reason)
+    return FUSED.supports(x, residual, weight, case.options["p"], seed, offset, EPS)
 
 
 def check_fused_mask(case: Case, function: Callable[..., Any], inputs: Inputs) -> str | None:
@@ -277,20 +274,12 @@ DROPOUT_BENCH = Bench(
         lambda case: lambda x, seed, offset: DROPOUT.public(x, P, seed, offset),
         own_mask=True,
     ),
-    targets=[
-        Target(
-            "at least 85% of copy's bandwidth",
-            1 / 0.85,
-            COPY,
-            mode="forward",
-            cases=("8b stream",),
-        )
-    ],
+    targets=[Target.near_copy(85, "8b stream", mode="forward")],
     num_bytes=num_bytes,
     truth=lambda case, inputs: truth_by(
         lambda x, seed, offset: dropout_reference(x, P, seed, offset), inputs
     ),
-    form=lambda case, inputs: decomposed(DROPOUT.supports(inputs.args[0], P, *inputs.args[1:])),
+    supports=lambda case, inputs: DROPOUT.supports(inputs.args[0], P, *inputs.args[1:]),
     check_own_mask=check_own_mask,
 )
 NORM_BENCH = Bench(
@@ -305,13 +294,10 @@ NORM_BENCH = Bench(
         lambda case: lambda x, weight: NORM.public(x, weight, EPS),
         ligers_norm,
     ),
-    targets=[
-        Target("at least 92% of copy's bandwidth", 1 / 0.92, COPY, cases=("8b stream",)),
-        *never_slower(),
-    ],
+    targets=[Target.near_copy(92, "8b stream"), *Target.never_slower()],
     num_bytes=num_norm_bytes,
     truth=lambda case, inputs: truth_by(torchs_norm(case), inputs),
-    form=lambda case, inputs: decomposed(NORM.supports(*inputs.args, EPS)),
+    supports=lambda case, inputs: NORM.supports(*inputs.args, EPS),
 )
 FUSED_BENCH = Bench(
     op="dropout_add_rms_norm",
@@ -324,11 +310,11 @@ FUSED_BENCH = Bench(
         Target("at least 95% of copy", 1 / 0.95, COPY, mode="forward", cases=("8b stream",)),
         Target("at most 1.10 x the floor", 1.10, COPY, cases=("8b stream",)),
         Target("at most 1.25 x the floor", 1.25, COPY, cases=("1b stream", "124m stream")),
-        *never_slower(),
+        *Target.never_slower(),
     ],
     num_bytes=num_fused_bytes,
     truth=fused_truth,
-    form=fused_form,
+    supports=fused_supports,
     check_own_mask=check_fused_mask,
 )
 BENCHES = (DROPOUT_BENCH, NORM_BENCH, FUSED_BENCH)

@@ -1,7 +1,6 @@
 """What the benchmarks of single ops share: the record of one, and the check of what they compute.
 
-A file bench_<family>.py holds BENCHES: a `Bench` for each op of the family. `report_ops.py` lists
-them, timing.py checks what the providers compute and times them, report.py says what came out.
+A file bench_<family>.py holds BENCHES: a `Bench` for each op of the family.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from torch import Tensor
 EAGER, INDUCTOR, LIGER = "eager", "inductor", "Liger"
 SEE_THROUGH = "inductor, xtrain"  # inductor fuses the op's decomposition
 OURS = "xtrain"  # what the op runs by itself: its kernel
+BEST_OTHER = "the fastest other"  # with which a target may compare
 COPY = "copy"  # as many bytes as the floor counts, moved by torch's copy_: what 100% means
 
 # What the error bound adds to a multiple of plain PyTorch's error, relative to the largest value:
@@ -29,6 +29,7 @@ SLACK = {
     torch.float64: 1e-14,
 }
 OUR_ERROR_FACTOR = 2.0  # the project's bound on error against fp64, in units of plain PyTorch's
+NEVER_SLOWER = 1.02  # in units of the other's time
 PEER_ERROR_FACTOR = 16.0  # a peer may be coarser, not wrong; the table says how coarse
 
 
@@ -95,12 +96,19 @@ Builder = Callable[[Case], Callable[..., Any]]  # -> function(*args); raises Not
 
 @dataclass(frozen=True)
 class Provider:
-    """One way of computing an op."""
+    """One way of computing an op; `of` builds it for a case."""
 
     build: Builder
     own_mask: bool = False  # draws from torch's generator: held to its own mask
     mutates: bool = False  # writes into inputs or incoming gradients
+    on_gpu: bool = False  # has no CPU form
     error_factor: float = PEER_ERROR_FACTOR
+
+    def of(self, case: Case, device: torch.device) -> Callable[..., Any]:
+        """Return the function that takes a case's inputs; raises NotThere."""
+        if self.on_gpu and device.type != "cuda":
+            raise NotThere("needs a GPU")
+        return self.build(case)
 
 
 @dataclass(frozen=True)
@@ -114,14 +122,16 @@ class Target:
     mode: str = "both"
     cases: tuple[str, ...] = ()  # names of cases; () means all
 
+    @classmethod
+    def near_copy(cls, percent: int, *cases: str, mode: str = "both") -> Target:
+        """Return the target of an op that moves memory and does no more."""
+        claim = f"at least {percent}% of copy's bandwidth"
+        return cls(claim, 100 / percent, COPY, mode=mode, cases=cases)
 
-BEST_OTHER = "the fastest other"
-NEVER_SLOWER = 1.02
-
-
-def never_slower(*cases: str) -> list[Target]:
-    """Return the targets that every pointwise op and norm has at every size."""
-    return [Target("never slower", NEVER_SLOWER, other, cases=cases) for other in (INDUCTOR, LIGER)]
+    @classmethod
+    def never_slower(cls) -> list[Target]:
+        """Return the targets that every pointwise op and norm has at every size."""
+        return [cls("never slower", NEVER_SLOWER, other) for other in (INDUCTOR, LIGER)]
 
 
 @dataclass
@@ -134,9 +144,9 @@ class Bench:
     num_bytes:      that must move at least, by case and mode; None: not limited by memory.
     num_flops:      of the products alone; None: not limited by arithmetic.
     truth:          outputs and gradients in fp64; by default of `plain` on fp64 inputs.
-    form:           what a row of ours runs, where that is not the op's kernel, else "".
-    trim:           the part of the results that `truth` speaks of.
-    plain_results:  that part of what `plain` gives.
+    supports:       why a row of ours runs the op's decomposition, None where it is the kernel.
+    form:           what else is to be said of such a row, else "".
+    part:           of an input or result, what is held to the truth; it depends on no other part.
     check_own_mask: what is wrong with a provider that draws masks of its own, or None.
     versus:         providers that an op's rows are compared with.
     """
@@ -152,9 +162,9 @@ class Bench:
     num_flops: Callable[[Case, str], int | None] = lambda case, mode: None
     modes: tuple[str, ...] = ("forward", "both")
     truth: Callable[[Case, Inputs], list[Tensor]] | None = None
+    supports: Callable[[Case, Inputs], str | None] = lambda case, inputs: None
     form: Callable[[Case, Inputs], str] = lambda case, inputs: ""
-    trim: Callable[[Case, list[Tensor]], list[Tensor]] = lambda case, results: results
-    plain_results: Callable[[Case, Inputs], list[Tensor]] | None = None
+    part: Callable[[Case, Tensor], Tensor] = lambda case, tensor: tensor
     check_own_mask: Callable[[Case, Callable[..., Any], Inputs], str | None] | None = None
     versus: tuple[str, ...] = (INDUCTOR, LIGER)
 
@@ -191,11 +201,6 @@ def usual_providers(
     if ligers is not None:
         found[LIGER] = Provider(ligers, own_mask=own_mask, mutates=mutates)
     return found
-
-
-def decomposed(reason: str | None) -> str:
-    """Return a row's note from what `supports` said."""
-    return "" if reason is None else f"runs the decomposition: {reason}"
 
 
 def liger(module: str, function: str) -> Any:
@@ -245,13 +250,9 @@ class Yardstick:
 
     @classmethod
     def of(cls, bench: Bench, case: Case, inputs: Inputs) -> Yardstick:
-        plain = bench.plain(case)
-        truth = bench.truth(case, inputs) if bench.truth else truth_by(plain, inputs)
-        if bench.plain_results is not None:
-            results = bench.plain_results(case, inputs)
-        else:
-            results = bench.trim(case, forward_and_backward(plain, inputs))
-        return cls(truth, errors_of(results, truth))
+        plain, part = bench.plain(case), inputs.map(lambda t: bench.part(case, t))
+        truth = bench.truth(case, part) if bench.truth else truth_by(plain, part)
+        return cls(truth, errors_of(forward_and_backward(plain, part), truth))
 
     def compare(self, results: Sequence[Tensor], factor: float) -> tuple[float, str | None]:
         """Return the worst error in units of what is allowed at factor 1, and what is wrong."""

@@ -1,4 +1,4 @@
-"""From what timing.py measured to the report: rows, targets, the choice of form, words, plot."""
+"""From what timing.py measured to the report: rows, targets, the choice of form, plot."""
 
 from __future__ import annotations
 
@@ -10,33 +10,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.harness import GIB, Ratio, Summary, block_ratio, flat, percentile
-from bench.ops.common import (
-    BEST_OTHER,
-    COPY,
-    INDUCTOR,
-    LIGER,
-    OURS,
-    SEE_THROUGH,
-    Bench,
-    Target,
-)
+from bench.harness import Ratio, Summary, block_ratio, flat
+from bench.ops.common import BEST_OTHER, COPY, INDUCTOR, LIGER, OURS, SEE_THROUGH, Bench, Target
 from bench.ops.timing import Measured, Plan
-from bench.report import NOT_AVAILABLE, Report, figure, noise, short, texts
+from bench.report import NOT_AVAILABLE, Report, cell, figure, noise, short, texts
 
 HEADERS_BEFORE = ["Case", "Mode", "Provider", "Time p50 [p20, p80] (us)", "Rate", "Of copy"]
 HEADERS_AFTER = ["Peak (GiB)", "Error", "First call (s)"]
 GLANCE_HEADERS = ["Op, case", "xtrain (us)", "Rate", "Of copy", "vs inductor", "vs Liger"]
 GLANCE_HEADERS += ["Best other", "Peak (GiB)"]
 FORM_HEADERS = ["Op, case", "Mode", "Kernel / see-through", "Better form"]
-COLOURS = {
-    "eager": "#9aa0a6",
-    "inductor": "#4c78a8",
-    "inductor, xtrain": "#72b7b2",
-    "xtrain": "#e45756",
-    "Liger": "#f2b04c",
-}
-OTHER_COLOURS = ("#54a24b", "#b279a2", "#9d755d", "#79706e", "#d6a5c9")
 PLOT_COLUMNS = 2
 
 
@@ -73,7 +56,7 @@ class Rows:
 
 
 def p50_ms(row: Measured) -> float:
-    return percentile(flat(row.blocks), 50)
+    return statistics.median(flat(row.blocks))
 
 
 def build_report(
@@ -86,9 +69,27 @@ def build_report(
     """Return the report of a run over some ops."""
     rows = Rows(measured)
     on_gpu = environment["gpu"] != NOT_AVAILABLE
-    values = dict(environment=environment, on_gpu=on_gpu, benches=benches, plan=plan)
-    said = texts(Path(__file__).with_name("words.jinja"), **values)
     checks = [check for bench in benches for check in checks_of(bench, rows)]
+    said = texts(
+        Path(__file__).with_name("words.jinja"),
+        environment=environment,
+        on_gpu=on_gpu,
+        benches=benches,
+        plan=plan,
+        num_met=sum(c[3].startswith("met") for c in checks),
+        missed=[(c[0], c[3].removeprefix("missed ")) for c in checks if c[3].startswith("missed")],
+        num_unmeasured=sum(c[3] == "not measured" for c in checks),
+        num_targets=len(checks),
+        missing=by_reason(rows, "missing"),
+        failed=by_reason(rows, "error"),
+        noise=noise(
+            {
+                f"{m.op} {m.case}, {m.provider}": Summary.of(flat(m.blocks))
+                for m in measured
+                if m.is_timed
+            }
+        ),
+    )
     sections = [("At a glance: forward and backward", GLANCE_HEADERS, glance_rows(rows))]
     sections += [section(bench, rows) for bench in benches]
     if forms := form_rows(rows):
@@ -96,13 +97,11 @@ def build_report(
     return Report(
         title=said["title"][0],
         question=" ".join(bench.question for bench in benches),
-        result=result_sentences(checks, rows),
+        result=said["result"],
         setup=environment,
         method=said["method"],
-        headers=[],
-        rows=[],
         reproduce=command,
-        limits=said["limits"] + limits(rows),
+        limits=said["limits"],
         checks=checks,
         data={"plan": asdict(plan), "rows": [row_data(rows, m) for m in measured]},
         sections=sections,
@@ -127,11 +126,11 @@ def table_row(rows: Rows, row: Measured, versus: Sequence[str]) -> list[str]:
         *start,
         str(summary) + (f" ({row.note})" if row.note else ""),
         rate(row, summary.p50),
-        NOT_AVAILABLE if of_copy is None else as_share(of_copy),
-        *(str(rows.ratio(row, p) or NOT_AVAILABLE) for p in versus),
-        NOT_AVAILABLE if row.peak_bytes is None else f"{row.peak_bytes / GIB:.3g}",
-        NOT_AVAILABLE if math.isnan(row.error_ratio) else f"{row.error_ratio:.2g}",
-        NOT_AVAILABLE if math.isnan(row.first_call_s) else f"{row.first_call_s:.1f}",
+        cell(of_copy and as_share(of_copy)),
+        *(cell(rows.ratio(row, p)) for p in versus),
+        cell(row.peak_gib, "{:.3g}"),
+        cell(row.error_ratio, "{:.2g}"),
+        cell(row.first_call_s, "{:.1f}"),
     ]
 
 
@@ -146,8 +145,7 @@ def rate(row: Measured, p50_us: float) -> str:
 
 def as_share(time_ratio: Ratio) -> str:
     """Return a ratio of times to copy's as a share of copy's bandwidth, in percent."""
-    shares = (100 / t for t in (time_ratio.median, time_ratio.high, time_ratio.low))
-    median, low, high = shares
+    median, low, high = (100 / t for t in (time_ratio.median, time_ratio.high, time_ratio.low))
     return f"{median:.1f}% [{low:.1f}, {high:.1f}]"
 
 
@@ -169,10 +167,9 @@ def check(op: str, target: Target, row: Measured, rows: Rows) -> list[str]:
     what = f"{op}, {row.case}, {row.mode}: {row.provider} {target.claim}"
     if target.against == "":
         wanted = f"<= {target.at_most:g} GiB"
-        if row.peak_bytes is None or not row.is_timed:
+        if row.peak_gib is None or not row.is_timed:
             return [what, wanted, _why_not(row), "not measured"]
-        peak = row.peak_bytes / GIB
-        return [what, wanted, f"{peak:.3g} GiB", _verdict(peak / target.at_most)]
+        return [what, wanted, f"{row.peak_gib:.3g} GiB", _verdict(row.peak_gib / target.at_most)]
     against = rows.fastest_other(row) if target.against == BEST_OTHER else target.against
     ratio = rows.ratio(row, against) if against else None
     wanted = f"<= {target.at_most:.3f} x {against or target.against}"
@@ -210,10 +207,10 @@ def glance_rows(rows: Rows) -> list[list[str]]:
                 f"{row.op}, {row.case}",
                 short(p50_us),
                 rate(row, p50_us),
-                NOT_AVAILABLE if of_copy is None else f"{100 / of_copy.median:.0f}%",
-                *(NOT_AVAILABLE if r is None else f"{r.median:.2f}" for r in versus),
-                NOT_AVAILABLE if other is None else f"{other}: {rows.ratio(row, other)}",
-                NOT_AVAILABLE if row.peak_bytes is None else f"{row.peak_bytes / GIB:.3g}",
+                cell(of_copy and 100 / of_copy.median, "{:.0f}%"),
+                *(cell(r and r.median, "{:.2f}") for r in versus),
+                cell(other and f"{other}: {rows.ratio(row, other)}"),
+                cell(row.peak_gib, "{:.3g}"),
             ]
         )
     return found
@@ -232,44 +229,24 @@ def form_rows(rows: Rows) -> list[list[str]]:
     return found
 
 
-# --- words ----------------------------------------------------------------------------------------
+# --- values for the words and for machines --------------------------------------------------------
 
 
-def result_sentences(checks: Sequence[Sequence[str]], rows: Rows) -> list[str]:
-    """Say how many targets were met, which were missed and what failed."""
-    met = sum(c[3].startswith("met") for c in checks)
-    missed = [c for c in checks if c[3].startswith("missed")]
-    sentences = []
-    if checks:
-        sentences.append(f"{met} of {len(checks)} targets were met.")
-    if missed:
-        sentences.append("Missed: " + "; ".join(f"{c[0]} ({c[3][7:]})" for c in missed) + ".")
-    if unmeasured := sum(c[3] == "not measured" for c in checks):
-        sentences.append(f"Not measured: {unmeasured}; the table says why.")
-    if failed := sorted({f"{m.op} {m.provider}" for m in rows.all if m.error}):
-        sentences.append(f"Failed: {', '.join(failed)}.")
-    return sentences or ["No targets are set for these cases."]
-
-
-def limits(rows: Rows) -> list[str]:
-    """Say how noisy it was, what is missing and what failed."""
-    timed = [m for m in rows.all if m.is_timed]
-    lines = noise({f"{m.op} {m.case}, {m.provider}": Summary.of(flat(m.blocks)) for m in timed})
-    for words, attribute in (("not there", "missing"), ("failed", "error")):
-        by_reason: dict[str, list[str]] = {}
-        for m in rows.all:
-            if reason := getattr(m, attribute):
-                by_reason.setdefault(reason, []).append(f"{m.op} {m.provider}")
-        for reason, who in by_reason.items():
-            lines.append(f"{', '.join(dict.fromkeys(who))} {words}: {reason}")
-    return lines
+def by_reason(rows: Rows, attribute: str) -> dict[str, list[str]]:
+    """Return why rows are "missing", or what their "error" is -> the providers that say so."""
+    found: dict[str, list[str]] = {}
+    for m in rows.all:
+        if reason := getattr(m, attribute):
+            who, name = found.setdefault(reason, []), f"{m.op} {m.provider}"
+            who += [name] if name not in who else []
+    return found
 
 
 def row_data(rows: Rows, row: Measured) -> dict[str, Any]:
     """Return what the JSON holds of a row; times in microseconds."""
     us = [1e3 * t for t in flat(row.blocks)]
     ratios = {p: rows.ratio(row, p) for p in (COPY, INDUCTOR, LIGER, SEE_THROUGH)}
-    p50 = percentile(us, 50) if us else None
+    p50 = statistics.median(us) if us else None
     return {
         "op": row.op,
         "case": row.case.name,
@@ -301,7 +278,7 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
     Args:     rows: those of the report's JSON; mode "both" is drawn.
     """
     timed = [r for r in rows if r["mode"] == "both" and r["time_us"] and not r["error"]]
-    ops = list(dict.fromkeys(r["op"] for r in timed))
+    ops, everybody = (list(dict.fromkeys(r[name] for r in timed)) for name in ("op", "provider"))
     if not ops:
         return
     num_rows = math.ceil(len(ops) / PLOT_COLUMNS)
@@ -310,22 +287,24 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
         for panel in panels.flat[len(ops) :]:
             panel.set_visible(False)
         for op, panel in zip(ops, panels.flat, strict=False):
-            draw_op(panel, [r for r in timed if r["op"] == op])
+            draw_op(panel, [r for r in timed if r["op"] == op], everybody)
             panel.set_title(op, loc="left", fontweight="bold")
         drawn.suptitle(title)
 
 
-def draw_op(panel: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Draw bars per case, one per provider; copy is a line over its case."""
+def draw_op(panel: Any, rows: Sequence[Mapping[str, Any]], all_providers: Sequence[str]) -> None:
+    """Draw bars per case, one per provider; copy is a line over its case.
+
+    Args:     all_providers: of all panels, which share their colours.
+    """
     cases = list(dict.fromkeys(label_of(r) for r in rows))
     providers = [p for p in dict.fromkeys(r["provider"] for r in rows) if p != COPY]
     unit = "TFLOP/s" if any(r["tflop_per_s"] for r in rows) else "GB/s"
     width = 0.8 / max(len(providers), 1)
-    spare = iter(OTHER_COLOURS * 2)
     for index, provider in enumerate(providers):
         mine = [r for r in rows if r["provider"] == provider]
         middles = [cases.index(label_of(r)) - 0.4 + (index + 0.5) * width for r in mine]
-        colour = COLOURS.get(provider) or next(spare)
+        colour = f"C{all_providers.index(provider)}"
         panel.bar(middles, [rate_of(r) for r in mine], width, label=provider, color=colour)
     for r in rows:
         if r["provider"] == COPY:

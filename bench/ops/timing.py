@@ -6,16 +6,15 @@ a call's tensors would fit in a few L2 caches, consecutive calls work on differe
 
 Compiling takes most of a run over all ops and uses one core; its results (inductor's graphs,
 Triton's binaries) are cached on disk under keys that do not know the process. `fill_caches` has
-several processes fill them (this file as a module), so that one process can then time.
+several processes fill them, so that one process can then time.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import math
+import multiprocessing
 import os
-import subprocess
 import sys
 import time
 import warnings
@@ -63,8 +62,8 @@ class Measured:
     num_bytes: int | None = None
     num_flops: int | None = None
     peak_bytes: int | None = None
-    error_ratio: float = math.nan  # error against fp64, in units of plain PyTorch's
-    first_call_s: float = math.nan
+    error_ratio: float | None = None  # error against fp64, in units of plain PyTorch's
+    first_call_s: float | None = None
     note: str = ""
     missing: str | None = None  # not there, and why
     error: str | None = None  # failed, or computed the wrong thing
@@ -72,6 +71,10 @@ class Measured:
     @property
     def is_timed(self) -> bool:
         return bool(self.blocks) and self.error is None
+
+    @property
+    def peak_gib(self) -> float | None:
+        return None if self.peak_bytes is None else self.peak_bytes / harness.GIB
 
 
 @dataclass
@@ -82,37 +85,34 @@ class Plan:
     providers: Sequence[str] | None = None  # None: all
 
 
-class Clock:
-    """Times calls on one device."""
+def l2_bytes(device: torch.device) -> int:
+    """Return the size of a GPU's last cache; 0 of a CPU, whose caches are part of what is timed."""
+    on_gpu = device.type == "cuda"
+    return torch.cuda.get_device_properties(device).L2_cache_size if on_gpu else 0
 
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.l2_bytes = 0
-        if device.type == "cuda":
-            self.l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
 
-    def wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+def num_copies(working_set: int, l2_bytes: int) -> int:
+    """Return how many copies of a call's tensors make the L2 useless."""
+    return max(1, math.ceil(L2_CACHES * l2_bytes / max(working_set, 1)))
 
-    def num_copies(self, working_set: int) -> int:
-        """Return how many copies of a call's tensors make the L2 useless."""
-        return max(1, math.ceil(L2_CACHES * self.l2_bytes / max(working_set, 1)))
 
-    def calls_ms(self, call: Callable[[], object], num_calls: int) -> list[float]:
-        return harness.time_calls(call, num_calls, self.device.type)
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 class Timed:
     """Calls that take turns over several sets of inputs, as one sample of known length."""
 
-    def __init__(self, clock: Clock, call: Callable[[Any], object], sets: list[Any], capture: bool):
-        self.clock, self.sets, self.call = clock, sets, call
+    def __init__(
+        self, device: torch.device, call: Callable[[Any], object], sets: list[Any], capture: bool
+    ):
+        self.device_type, self.sets, self.call = device.type, sets, call
         for one in sets[:2]:
             call(one)
-        clock.wait()
-        fastest = min(clock.calls_ms(lambda: call(sets[0]), 3))
-        wanted = math.ceil(SAMPLE_MS[clock.device.type] / max(fastest, 1e-3))
+        wait(device)
+        fastest = min(harness.time_calls(lambda: call(sets[0]), 3, device.type))
+        wanted = math.ceil(SAMPLE_MS[device.type] / max(fastest, 1e-3))
         self.num_calls = max(len(sets), min(wanted, MAX_CALLS_IN_GRAPH))
         self.graph = self._captured() if capture else None
         sample_ms = fastest * self.num_calls
@@ -134,7 +134,7 @@ class Timed:
         """Return the time of a call in ms, num_samples times; a sample before does not count."""
         sample = self._run if self.graph is None else self.graph.replay
         sample()
-        times = self.clock.calls_ms(sample, self.num_samples)
+        times = harness.time_calls(sample, self.num_samples, self.device_type)
         return [t / self.num_calls for t in times]
 
 
@@ -178,7 +178,7 @@ class CaseRun:
     """One case of an op: every provider is checked, then those that are right take turns."""
 
     def __init__(self, bench: Bench, case: Case, device: torch.device, plan: Plan):
-        self.bench, self.case, self.plan, self.clock = bench, case, plan, Clock(device)
+        self.bench, self.case, self.plan, self.device = bench, case, plan, device
         self.on_gpu = device.type == "cuda"
         self.names = [p for p in bench.providers if plan.providers is None or p in plan.providers]
         self.rows = {
@@ -189,14 +189,16 @@ class CaseRun:
     def check(self) -> None:
         """Draw the inputs and hold every provider to the truth."""
         torch.manual_seed(0)
-        self.inputs = self.bench.make_inputs(self.case, self.clock.device)
+        self.inputs = self.bench.make_inputs(self.case, self.device)
         yardstick = Yardstick.of(self.bench, self.case, self.inputs)
         for name in self.names:
             facts: dict[str, Any] = {}
             try:
                 if name == OURS and self.on_gpu:
-                    facts["note"] = self.bench.form(self.case, self.inputs)
-                function = self.bench.providers[name].build(self.case)
+                    reason = self.bench.supports(self.case, self.inputs)
+                    note = f"runs the decomposition: {reason}" if reason else ""
+                    facts["note"] = note or self.bench.form(self.case, self.inputs)
+                function = self.bench.providers[name].of(self.case, self.device)
                 self._check(name, function, yardstick, facts)
             except Exception as error:  # one provider's failure costs its own rows
                 facts |= why(error)
@@ -217,18 +219,19 @@ class CaseRun:
         mine = self.inputs.clone() if provider.mutates else self.inputs
         start = time.perf_counter()
         results = forward_and_backward(function, mine)
-        self.clock.wait()
+        wait(self.device)
         facts["first_call_s"] = time.perf_counter() - start
         if provider.own_mask:
             assert self.bench.check_own_mask is not None
             facts["error"] = self.bench.check_own_mask(self.case, function, self.inputs)
         else:
-            results = self.bench.trim(self.case, results)
-            found = yardstick.compare(results, provider.error_factor)
+            parts = [self.bench.part(self.case, t) for t in results]
+            found = yardstick.compare(parts, provider.error_factor)
+            del parts
             facts["error_ratio"], facts["error"] = found
         del results
         call = partial(forward_and_backward, function, mine)
-        facts["peak_bytes"] = peak_bytes(call, self.clock.device)
+        facts["peak_bytes"] = peak_bytes(call, self.device)
 
     def time(self, mode: str) -> None:
         """Let the providers take turns, block by block."""
@@ -236,7 +239,7 @@ class CaseRun:
         timed = {name: calls for name, calls in made.items() if calls is not None}
         if (num_bytes := self.bench.num_bytes(self.case, mode)) is not None and timed:
             self.rows[mode, COPY] = new_row(self.bench, self.case, mode, COPY)
-            timed[COPY] = _copy(num_bytes, self.clock)
+            timed[COPY] = _copy(num_bytes, self.device)
         for block in range(self.plan.num_blocks if timed else 0):
             for name in timed:
                 self.rows[mode, name].blocks.append([])
@@ -251,15 +254,15 @@ class CaseRun:
         row, inputs, function = self.rows[mode, name], self.inputs, self.functions[name]
         run = {"forward": outputs_of, "both": forward_and_backward}[mode]
         working_set = sum(t.numel() * t.element_size() for t in inputs.tensors)
-        num_copies = self.clock.num_copies(max(working_set, row.num_bytes or 0))
+        wanted = num_copies(max(working_set, row.num_bytes or 0), l2_bytes(self.device))
         sets = [] if self.bench.providers[name].mutates else [inputs]
-        sets += [inputs.clone() for _ in range(num_copies - len(sets))]
+        sets += [inputs.clone() for _ in range(wanted - len(sets))]
         try:
             reason = reads_back(lambda: run(function, sets[0])) if self.on_gpu else None
             if reason:
                 row.note = "; ".join(filter(None, [row.note, f"launches included: {reason}"]))
             capture = self.on_gpu and reason is None
-            return Timed(self.clock, lambda one: run(function, one), sets, capture)
+            return Timed(self.device, lambda one: run(function, one), sets, capture)
         except Exception as error:
             row.error = why(error)["error"]
             return None
@@ -294,78 +297,64 @@ def reads_back(call: Callable[[], object]) -> str | None:
     return None
 
 
-def _copy(num_bytes: int, clock: Clock) -> Timed:
+def _copy(num_bytes: int, device: torch.device) -> Timed:
     """Return copies that read and write num_bytes in all."""
     half = max(num_bytes // 2, 1)
 
     def buffers() -> tuple[Tensor, Tensor]:
-        source = torch.randint(256, (half,), dtype=torch.uint8, device=clock.device)
+        source = torch.randint(256, (half,), dtype=torch.uint8, device=device)
         return torch.empty_like(source), source
 
     def copy(pair: tuple[Tensor, Tensor]) -> None:
         for target, source in zip(*(t.split(COPY_BYTES) for t in pair), strict=True):
             target.copy_(source)
 
-    sets = [buffers() for _ in range(clock.num_copies(num_bytes))]
-    return Timed(clock, copy, sets, clock.device.type == "cuda")
+    sets = [buffers() for _ in range(num_copies(num_bytes, l2_bytes(device)))]
+    return Timed(device, copy, sets, device.type == "cuda")
 
 
 # --- caches ---------------------------------------------------------------------------------------
 
-Task = tuple[str, int]  # an op and the number of one of its cases
 
+def fill_caches(
+    tasks: Sequence[tuple[str, int]], device_type: str, num_processes: int
+) -> list[str]:
+    """Compile every provider of some cases, of an op by number; say what went wrong.
 
-def fill_caches(tasks: Sequence[Task], device: str, num_processes: int) -> list[str]:
-    """Compile every provider of these cases; return what went wrong, which costs time alone."""
-    environment = {
-        **os.environ,
-        "TORCHINDUCTOR_COMPILE_THREADS": "2",  # each process has compile workers of its own
-        "OMP_NUM_THREADS": str(torch.get_num_threads()),  # part of the key of CPU code
-    }
-    shares = [list(tasks[i::num_processes]) for i in range(num_processes)]
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-m", "bench.ops.timing", device, json.dumps(share)],
-            cwd=harness.ROOT,
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for share in shares
-        if share
-    ]
-    problems, end = [], time.monotonic() + FILL_S
-    for process in running:
-        try:
-            _, errors = process.communicate(timeout=max(0.0, end - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            _, errors = process.communicate()
-        if process.returncode != 0:
-            last = errors.strip().splitlines()[-1:] or ["no message"]
-            problems.append(f"exit code {process.returncode}: {last[0][:200]}")
+    That costs time alone: the run itself meets it again and puts it in the table.
+    """
+    context, end = multiprocessing.get_context("spawn"), time.monotonic() + FILL_S
+    problems = []
+    with context.Pool(num_processes, _prepare, (torch.get_num_threads(),)) as pool:
+        calls = [pool.apply_async(_compile, (device_type, *task)) for task in tasks]
+        for call, (op, number) in zip(calls, tasks, strict=True):
+            try:
+                problems += call.get(max(0.0, end - time.monotonic()))
+            except multiprocessing.TimeoutError:
+                problems.append(f"{op}, case {number}: not compiled within {FILL_S} s")
+            except Exception as error:
+                problems.append(f"{op}, case {number}: {why(error)['error']}")
     return problems
 
 
-def compile_share(device: torch.device, tasks: Sequence[Task]) -> None:
-    """Compile one process's share of the cases."""
-    for op, number in tasks:
-        bench = bench_of(op)
-        case = bench.cases[device.type][number]
-        torch.manual_seed(0)
-        inputs = bench.make_inputs(case, device)
-        for name, provider in bench.providers.items():
-            if name == EAGER:
-                continue
-            try:
-                forward_and_backward(provider.build(case), inputs.clone())
-            except NotThere:
-                continue
-            except Exception as error:  # the run itself meets it again and puts it in the table
-                print(f"{op} {name}: {type(error).__name__}: {error}", file=sys.stderr)
-        torch._dynamo.reset()
+def _prepare(num_threads: int) -> None:
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "2"  # each process has compile workers of its own
+    torch.set_num_threads(num_threads)  # part of the key of CPU code
 
 
-if __name__ == "__main__":
-    compile_share(torch.device(sys.argv[1]), json.loads(sys.argv[2]))
+def _compile(device_type: str, op: str, number: int) -> list[str]:
+    """Compile the providers of one case; return what failed."""
+    bench, device, problems = bench_of(op), torch.device(device_type), []
+    case = bench.cases[device_type][number]
+    torch.manual_seed(0)
+    inputs = bench.make_inputs(case, device)
+    for name, provider in bench.providers.items():
+        try:
+            if name != EAGER:
+                forward_and_backward(provider.of(case, device), inputs.clone())
+        except NotThere:
+            continue
+        except Exception as error:
+            problems.append(f"{op}, {name}: {why(error)['error']}")
+    torch._dynamo.reset()
+    return problems

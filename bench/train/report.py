@@ -1,7 +1,7 @@
-"""From what the variants of a training step gave to a report: rows, ratios, claims, words, curves.
+"""From what the variants of a training step gave to a report: rows, ratios, claims, curves.
 
-What differs by kind of model stands side by side: COLUMNS, SPEED_CLAIMS and the functions `_own_*`
-(compare.py) and `_llama_*` (compare_hf.py).
+What differs by kind of model stands side by side: the columns, the claims, and in words.jinja what
+is said of compare.py's models and of compare_hf.py's Llama.
 """
 
 from __future__ import annotations
@@ -13,17 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from bench.harness import Ratio, Summary, block_ratio, flat
-from bench.report import (
-    NOT_AVAILABLE,
-    Report,
-    cell,
-    failures,
-    figure,
-    noise,
-    shared_machine,
-    short,
-    texts,
-)
+from bench.report import NOT_AVAILABLE, Report, cell, figure, noise, short, texts
 from bench.train.turns import Outcome, Plan
 from bench.train.variants import Setting, Variant
 
@@ -157,29 +147,24 @@ def build_report(
     """Return the report of a run."""
     results = Results(setting, outcomes)
     timed = [name for name in outcomes if name in plan.variants]
-    is_llama = setting.model == "llama"
-    result = _llama_result(results) if is_llama else _own_result(results)
-    if failed := [results.label(n) for n, o in outcomes.items() if o.error is not None]:
-        result.append(f"Failed: {', '.join(failed)}; the table says why.")
-    values = dict(setting=setting, plan=plan, environment=environment)
+    failed = {results.label(n): o.error for n, o in outcomes.items() if o.error is not None}
+    values: dict[str, Any] = dict(
+        setting=setting, plan=plan, environment=environment, results=results
+    )
+    values |= dict(failed=failed, noise=noise({n: results.summary(n) for n in plan.variants}))
     said = texts(Path(__file__).with_name("words.jinja"), **values)
-    columns = COLUMNS | (LLAMA_COLUMNS if is_llama else OWN_COLUMNS)
+    columns = COLUMNS | (LLAMA_COLUMNS if setting.model == "llama" else OWN_COLUMNS)
     return Report(
         title=said["title"][0],
         question=said["question"][0],
-        result=result or ["Nothing was measured that could be compared."],
+        result=said["result"] or ["Nothing was measured that could be compared."],
         setup={"configuration": str(setting), **environment},
         method=said["method"],
         headers=list(columns),
         rows=[[column(results, name) for column in columns.values()] for name in timed],
         reproduce=command,
-        limits=[
-            *shared_machine(environment),
-            *noise({name: results.summary(name) for name in plan.variants}),
-            *said["limits"],
-            *failures({results.label(name): o.error for name, o in outcomes.items()}),
-        ],
-        checks=_llama_checks(results) if is_llama else _own_checks(results),
+        limits=said["limits"],
+        checks=_checks(results),
         data={
             "setting": asdict(setting),
             "plan": asdict(plan),
@@ -272,63 +257,39 @@ def _row_data(results: Results, name: str) -> dict[str, Any]:
     }
 
 
-# --- what came out -------------------------------------------------------------------------------
-
-
-def _own_result(results: Results) -> list[str]:
-    """Say in a sentence what came out, wins and losses alike."""
-    speeds = []
-    for variant, baseline, words in (
-        ("xtrain", "torch", "xtrain.compile ran at {} the speed of torch.compile with F.dropout"),
-        ("xtrain", "eager", "at {} that of eager with F.dropout"),
-        ("xtrain-p0", "torch-p0", "without dropout at {} that of torch.compile"),
-    ):
-        if ratio := results.speed(variant, baseline):
-            speeds.append(words.format(f"{ratio} x") + f" ({ratio.verdict()})")
-    costs = []
-    for variant, floor, words in (
-        ("xtrain", "xtrain-p0", "dropout added {} to its own step"),
-        ("xtrain", "torch-p0", "{} to that of torch.compile without dropout"),
-        ("torch", "torch-p0", "where F.dropout added {}"),
-    ):
-        if ratio := results.ratio(variant, floor):
-            costs.append(words.format(ratio.as_cost()))
-    said = [", ".join(words) for words in (speeds, costs) if words]
-    return [f"With dropout {results.setting.dropout:g}, {'; '.join(said)}."] if said else []
-
-
-def _llama_result(results: Results) -> list[str]:
-    said = []
-    for baseline, words in (
-        ("torch", "torch.compile without dropout"),
-        ("liger", "transformers + Liger without dropout"),
-        ("own", "xtrain's own Transformer with dropout"),
-    ):
-        if ratio := results.speed("xtrain", baseline):
-            said.append(f"at {ratio} x {words} ({ratio.verdict()})")
-    sentences = []
-    if said:
-        p = results.setting.dropout
-        start = f"With dropout {p:g}, transformers under xtrain.compile ran"
-        sentences.append(f"{start} {', '.join(said)}.")
-    for name, words in (("xtrain-p0", "Without dropout"), ("liger", "With Liger")):
-        difference = results.loss_difference(name, "torch")
-        if difference is not None:
-            sentences.append(
-                f"{words} the losses of all steps stay within {difference:.2g} of torch.compile's."
-            )
-    swaps = results.outcomes["xtrain"].first.get("swaps") if "xtrain" in results.outcomes else None
-    if swaps:
-        found = ", ".join(f"{name} {count}" for name, count in swaps.items())
-        sentences.append(f"Swapped, of what was matched: {found}.")
-    return sentences
-
+# --- what was promised ---------------------------------------------------------------------------
 
 Check = list[str]  # claim, wanted, measured, met or missed
 
 
 def _check(claim: str, wanted: str, measured: str, met: bool) -> Check:
     return [claim, wanted, measured, "met" if met else "missed"]
+
+
+def _at_most(claim: str, found: float | None, most: float, wanted: str, shown: str) -> list[Check]:
+    """Hold a figure to its limit; nothing is said of one that was not measured."""
+    if found is None:
+        return []
+    return [_check(claim, f"<= {wanted.format(most)}", shown.format(found), found <= most)]
+
+
+def _checks(results: Results) -> list[Check]:
+    """Return the verdicts on what the project promises."""
+    speeds = _speed_checks(results) if _is_claimed(results.setting) else []
+    own = _llama_checks if results.setting.model == "llama" else _own_checks
+    return speeds + own(results)
+
+
+def _is_claimed(setting: Setting) -> bool:
+    """Whether this is a shape that speeds are promised of."""
+    if setting.model == "llama":
+        return setting.preset == CLAIMED_LLAMA
+    preset, shape = CLAIMED_SHAPES[setting.device_type]
+    return (
+        setting.preset == preset
+        and shape in (None, (setting.batch, setting.seq, setting.vocab))
+        and (setting.dropout, setting.recompute) == (CLAIMED_DROPOUT, "none")
+    )
 
 
 def _speed_checks(results: Results) -> list[Check]:
@@ -347,18 +308,8 @@ def _speed_checks(results: Results) -> list[Check]:
 
 
 def _own_checks(results: Results) -> list[Check]:
-    """Return the verdicts on what the project promises."""
-    setting = results.setting
-    preset, shape = CLAIMED_SHAPES[setting.device_type]
-    is_claimed = (
-        setting.preset == preset
-        and shape in (None, (setting.batch, setting.seq, setting.vocab))
-        and (setting.dropout, setting.recompute) == (CLAIMED_DROPOUT, "none")
-    )
-    rows = _speed_checks(results) if is_claimed else []
-    if (share := results.pass_share()) is not None:
-        claim, wanted = "graph passes' share of the first step", f"<= {MAX_PASS_SHARE:.0%}"
-        rows.append(_check(claim, wanted, f"{share:.1%}", share <= MAX_PASS_SHARE))
+    claim = "graph passes' share of the first step"
+    rows = _at_most(claim, results.pass_share(), MAX_PASS_SHARE, "{:.0%}", "{:.1%}")
     for name in ("xtrain", "xtrain-eager"):
         if (found := results.equal_masks(name)) is not None:
             claim = f"masks of {results.label(name)} equal to the oracle's"
@@ -367,23 +318,18 @@ def _own_checks(results: Results) -> list[Check]:
 
 
 def _llama_checks(results: Results) -> list[Check]:
-    setting = results.setting
-    rows = _speed_checks(results) if setting.preset == CLAIMED_LLAMA else []
-    assert setting.shape is not None
-    if setting.shape.num_hidden_layers >= MIN_LAYERS:
-        if (share := results.pass_share("xtrain", of="torch")) is not None:
-            claim = "graph passes' time / torch.compile's own first step"
-            most = MAX_LLAMA_PASS_SHARE
-            rows.append(_check(claim, f"<= {most:.0%}", f"{share:.1%}", share <= most))
-        if (share := results.blocks_share()) is not None:
-            claim = "first step of xtrain.compile_blocks / of xtrain.compile"
-            most = MAX_BLOCKS_SHARE
-            rows.append(_check(claim, f"<= {most:.2f}", f"{share:.2f}", share <= most))
+    rows = []
+    assert results.setting.shape is not None
+    if results.setting.shape.num_hidden_layers >= MIN_LAYERS:
+        claim = "graph passes' time / torch.compile's own first step"
+        share = results.pass_share("xtrain", of="torch")
+        rows += _at_most(claim, share, MAX_LLAMA_PASS_SHARE, "{:.0%}", "{:.1%}")
+        claim = "first step of xtrain.compile_blocks / of xtrain.compile"
+        rows += _at_most(claim, results.blocks_share(), MAX_BLOCKS_SHARE, "{:.2f}", "{:.2f}")
     ours, liger = (results.loss_difference(n, "torch", WINDOW) for n in ("xtrain-p0", "liger"))
-    if ours is not None and liger:  # Liger's own rounding is the yardstick
+    if liger:  # whose own rounding is the yardstick
         claim = f"largest difference of {WINDOW}-step mean losses to torch.compile, without dropout"
-        wanted, met = f"<= 2 x Liger's, {2 * liger:.2g}", ours <= 2 * liger
-        rows.append(_check(claim, wanted, f"{ours:.2g}", met))
+        rows += _at_most(claim, ours, 2 * liger, "2 x Liger's, {:.2g}", "{:.2g}")
     return rows
 
 

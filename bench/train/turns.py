@@ -15,7 +15,8 @@ import tempfile
 import time
 import traceback
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -73,14 +74,7 @@ def add_flags(add: Callable[..., Any], kind: Kind) -> None:
     harness.add_report_flags(add)
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What a command line asks for."""
-
-    command: str  # that asks for the same again
-    flags: Namespace
-    setting: Setting
-    plan: Plan
+Asked = tuple[Namespace, Setting, Plan, str]  # the last is the command that asks for it again
 
 
 def read(
@@ -96,20 +90,20 @@ def read(
     except ValueError as error:
         parser.error(" ".join(str(error).split()))
     print(setting, flush=True)
-    return Asked(harness.command_line(parser.prog, arguments), flags, setting, plan)
+    return flags, setting, plan, harness.command_line(parser.prog, arguments)
 
 
-def compare(asked: Asked) -> int:
+def compare(flags: Namespace, setting: Setting, plan: Plan, command: str) -> int:
     """Measure, write and print; return the exit code, 1 if a variant failed."""
     from bench.train.report import build_report, draw_losses
 
     start, load = time.perf_counter(), harness.load_average()
-    environment, outcomes = run(asked.setting, asked.plan)
+    environment, outcomes = run(setting, plan)
     environment |= {"load_average_before": load, "run_took_s": time.perf_counter() - start}
-    report = build_report(asked.setting, asked.plan, environment, outcomes, asked.command)
-    report.write(asked.flags.json, asked.flags.markdown)
-    if (plot := getattr(asked.flags, "plot", None)) is not None:
-        draw_losses(plot, asked.setting, outcomes)
+    report = build_report(setting, plan, environment, outcomes, command)
+    report.write(flags.json, flags.markdown)
+    if (plot := getattr(flags, "plot", None)) is not None:
+        draw_losses(plot, setting, outcomes)
     print("\n" + "\n".join(report.result))
     for claim, wanted, measured, verdict in report.checks:
         print(f"  {verdict:>6}  {claim}: {measured} (wanted {wanted})")
@@ -219,22 +213,27 @@ class Worker:
 
     def send(self, method: str, *args: Any) -> None:
         """Start what `receive` returns the answer of."""
-        try:
+        with self._alive(method):
             self._connection.send((method, args))
-        except OSError:
-            raise VariantFailed(self._death(method)) from None
 
     def receive(self, method: str, timeout_s: float = TIMEOUT_S) -> Any:
         """Wait for the answer to the last `send`."""
-        try:
+        with self._alive(method):
             if not self._connection.poll(timeout_s):
                 raise VariantFailed(f"{method}: no answer within {timeout_s:.0f} s")
             is_answer, value = self._connection.recv()
-        except (EOFError, OSError):
-            raise VariantFailed(self._death(method)) from None
         if not is_answer:
             raise VariantFailed(f"{method}: {value}")
         return value
+
+    @contextmanager
+    def _alive(self, method: str) -> Iterator[None]:
+        try:
+            yield
+        except (EOFError, OSError):
+            self._process.join(10)
+            said = f"the worker process ended (exit code {self._process.exitcode})"
+            raise VariantFailed(f"{method}: {said}") from None
 
     def release(self) -> None:
         """Let the process end: it reads the end of the pipe once it is idle."""
@@ -248,10 +247,6 @@ class Worker:
             self._process.kill()
             self._process.join()
         self._folder.cleanup()
-
-    def _death(self, method: str) -> str:
-        self._process.join(10)
-        return f"{method}: the worker process ended (exit code {self._process.exitcode})"
 
 
 class Team:
@@ -326,14 +321,9 @@ def serve(connection: Connection, folder: str, setting: Setting, variant_name: s
             answer = (True, getattr(subject, method)(*args))
         except Exception as error:
             traceback.print_exc()
-            answer = (False, describe(error))
+            text = " ".join(str(error).split())
+            answer = (False, f"{type(error).__name__}: {text}"[:200])  # a line that fits a table
         try:
             connection.send(answer)
         except OSError:  # the parent has gone, or has given up waiting
             return
-
-
-def describe(error: BaseException) -> str:
-    """Return an error as one line that fits a table."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}"[:200]

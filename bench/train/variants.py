@@ -8,8 +8,9 @@ build it (subject.py).
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 
@@ -20,8 +21,6 @@ class Variant:
     label:      its name in the table.
     compiler:   "" | "torch" | "xtrain" | "xtrain-blocks" (compile_blocks).
     dropout:    "" | "F.dropout" (called by the model on both branches) | "xtrain" (inserted).
-    reference:  the variant whose losses it is held to; with dropout from xtrain it has the same
-                masks, with F.dropout other ones.
     options:    further keywords of xtrain.compile.
     build:      of a Llama, "hf": transformers' LlamaForCausalLM, unchanged; "liger": the same,
                 patched by Liger-Kernel; "own": xtrain.model.Transformer of the same shape.
@@ -32,21 +31,24 @@ class Variant:
     label: str
     compiler: str = ""
     dropout: str = ""
-    reference: str = ""
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     build: str = ""
     timed: bool = True
 
+    @property
+    def reference(self) -> str:
+        """The variant whose losses it is held to, "" of a Llama's.
+
+        With dropout from xtrain it has the same masks, with F.dropout other ones.
+        """
+        by_dropout = {"": "eager-p0", "F.dropout": "eager", "xtrain": "xtrain-eager"}
+        return "" if self.build else by_dropout[self.dropout]
+
 
 def _own(
-    name: str, label: str, compiler: str, dropout: str, reference: str, **options: Any
+    name: str, label: str, compiler: str = "xtrain", dropout: str = "xtrain", **options: Any
 ) -> Variant:
-    return Variant(name, label, compiler, dropout, reference, options)
-
-
-def _inserted(name: str, label: str, **options: Any) -> Variant:
-    """One with our dropout, so with the masks of backend "eager"."""
-    return _own(name, label, "xtrain", "xtrain", "xtrain-eager", **options)
+    return Variant(name, label, compiler, dropout, options)
 
 
 def _llama(name: str, label: str, build: str = "hf", compiler: str = "", **fields: Any) -> Variant:
@@ -55,24 +57,24 @@ def _llama(name: str, label: str, build: str = "hf", compiler: str = "", **field
 
 
 _OWN = (
-    _own("eager", "eager + F.dropout", "", "F.dropout", "eager"),
-    _own("torch", "torch.compile + F.dropout", "torch", "F.dropout", "eager"),
-    _own("torch-p0", "torch.compile, no dropout", "torch", "", "eager-p0"),
-    _inserted("xtrain", "xtrain.compile, dropout"),
-    _own("xtrain-p0", "xtrain.compile, no dropout", "xtrain", "", "eager-p0"),
-    _inserted("xtrain-eager", "xtrain eager, dropout", backend="eager"),
-    _inserted(
+    _own("eager", "eager + F.dropout", "", "F.dropout"),
+    _own("torch", "torch.compile + F.dropout", "torch", "F.dropout"),
+    _own("torch-p0", "torch.compile, no dropout", "torch", ""),
+    _own("xtrain", "xtrain.compile, dropout"),
+    _own("xtrain-p0", "xtrain.compile, no dropout", "xtrain", ""),
+    _own("xtrain-eager", "xtrain eager, dropout", backend="eager"),
+    _own(
         "xtrain-fused-rounding",
         "xtrain.compile, dropout, fused rounding",
         options={"emulate_precision_casts": False},
     ),
-    _inserted(
+    _own(
         "xtrain-torch-sdpa",
         "xtrain.compile, dropout, torch's attention",
         disable_passes=("use_triton_sdpa",),
     ),
-    _inserted("xtrain-drop", "xtrain.compile, dropout, logits dropped", logits="drop"),
-    _own("eager-p0", "eager, no dropout", "", "", "eager-p0"),
+    _own("xtrain-drop", "xtrain.compile, dropout, logits dropped", logits="drop"),
+    _own("eager-p0", "eager, no dropout", "", ""),
 )
 _HF = "transformers + xtrain.compile"
 _LLAMA = (
@@ -104,6 +106,10 @@ class Kind:
     num_blocks: int
     num_losses: int
     curves: bool = False
+
+    def listing(self) -> str:
+        """Return what `--help` says of the variants."""
+        return "variants:\n" + "\n".join(f"  {v.name:22}{v.label}" for v in self.variants.values())
 
 
 _COMPARED = Kind(
@@ -186,6 +192,14 @@ class Setting:
     learning_rate: float = 1e-3
     threads: int | None = None
     seed: int = 0
+
+    @classmethod
+    def of(cls, flags: Namespace, device: str, usual: Mapping[str, Any], **settled: Any) -> Setting:
+        """Return what is settled, else what flags of the fields' names say, else what is usual."""
+        named = {item.name: getattr(flags, item.name, None) for item in fields(cls)}
+        given = {name: value for name, value in named.items() if value is not None}
+        dtype = "bf16" if device.startswith("cuda") else "fp32"
+        return cls(**{"dtype": dtype, **usual, **given, **settled, "device": device})
 
     @property
     def kind(self) -> Kind:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,8 +19,15 @@ from xtrain.compiler.backend import Backend
 from xtrain.compiler.compile_report import Report
 from xtrain.compiler.compile_session import Session, SiteError
 from xtrain.config import ConfigError
-from xtrain.explain.changes import Changes, Stage, follow
-from xtrain.explain.snapshot import Snapshot, parameter_path, snapshot
+from xtrain.explain.graphs import (
+    GraphRecord,
+    SiteMark,
+    Snapshot,
+    Stage,
+    follow,
+    parameter_path,
+    snapshot,
+)
 from xtrain.passes.graph import short_place
 from xtrain.passes.sites.insert_residual_dropout import InsertResult
 from xtrain.subject import Subject
@@ -38,41 +44,6 @@ DEFAULTS = {
 
 
 @dataclass
-class SiteMark:
-    """Where a residual site stands in a graph.
-
-    names:      the sites of the report that it is: several in a graph that layers share.
-    covered_by: "xtrain", "model", or "" with a reason.
-    add:        key of the traced add; own: of the model's own dropout on the branch, or "".
-    dropout:    key of the compiled op that draws the mask, "" where none of ours does.
-    """
-
-    names: list[str]
-    kind: str
-    covered_by: str
-    reason: str
-    add: str
-    own: str
-    dropout: str = ""
-
-    @property
-    def label(self) -> str:
-        """What to call it in a line of text."""
-        return ", ".join(self.names) or f"{self.kind} without dropout"
-
-
-@dataclass
-class GraphRecord:
-    """One graph: as traced, as compiled, what happened between, its sites."""
-
-    before: Snapshot
-    after: Snapshot = field(default_factory=Snapshot)
-    stages: list[Stage] = field(default_factory=list)
-    changes: Changes = field(default_factory=Changes)
-    sites: list[SiteMark] = field(default_factory=list)
-
-
-@dataclass
 class Explanation:
     """What one training forward showed. `refusal` is what strict mode raises, "" if nothing.
 
@@ -85,6 +56,14 @@ class Explanation:
     graphs: list[GraphRecord]
     graph_breaks: list[tuple[str, str]]
     refusal: str = ""
+
+    @property
+    def breaks(self) -> list[str]:
+        """Say where the graph breaks and why, without the hints behind a reason."""
+        return [
+            f"{short_place(place)}: {reason.strip().splitlines()[0]}"
+            for place, reason in self.graph_breaks
+        ]
 
 
 def explain(subject: Subject, *, passes: Sequence[Any] = (), **options: Any) -> Explanation:
@@ -102,20 +81,18 @@ def explain(subject: Subject, *, passes: Sequence[Any] = (), **options: Any) -> 
         found = _run(subject, passes, {**options, "strict": False})
         found.refusal = str(error)
     if options["dropout"] and not found.report.sites and not found.report.uncovered:
-        breaks = [f"{short_place(place)}: {first_line(why)}" for place, why in found.graph_breaks]
+        pieces = "".join(
+            f" (within one of the pieces that graph breaks leave: {where})"
+            for where in found.breaks[:1]
+        )
         raise ConfigError(
             f"no residual sites in {subject.title}: no branch with a projection is added back onto "
-            "the value that it reads"
-            + (
-                f" (within one of the pieces that graph breaks leave: {breaks[0]})"
-                if breaks
-                else ""
-            )
+            f"the value that it reads{pieces}"
         )
     return found
 
 
-def _run(subject: Subject, passes: Sequence[Any], options: dict[str, Any]) -> Any:
+def _run(subject: Subject, passes: Sequence[Any], options: dict[str, Any]) -> Explanation:
     model = subject.model.train()
     keywords = {name: value for name, value in options.items() if name != "dtype"}
     try:
@@ -128,13 +105,8 @@ def _run(subject: Subject, passes: Sequence[Any], options: dict[str, Any]) -> An
         torch_compat.fresh_entry(entries.call_module, "xtrain_explain", model), backend=backend
     )
     compiled._entries = {True: functools.partial(entry, model), False: model}
-    breaks = len(torch_compat.graph_breaks())
-    autocast = (
-        torch.autocast("cpu", torch.bfloat16)
-        if options["dtype"] == "bf16"
-        else contextlib.nullcontext()
-    )
-    with autocast:
+    num_breaks = len(torch_compat.graph_breaks())
+    with torch.autocast("cpu", torch.bfloat16, enabled=options["dtype"] == "bf16"):
         try:
             outputs = compiled(*subject.args, **subject.kwargs)
         except SiteError:
@@ -148,14 +120,8 @@ def _run(subject: Subject, passes: Sequence[Any], options: dict[str, Any]) -> An
         _run_backward(outputs)
     if not backend.graphs:
         raise ConfigError(f"Dynamo traced no graph of {subject.title}: is it compiled already?")
-    report = compiled.report()
-    return Explanation(
-        subject,
-        options,
-        report,
-        backend.graphs,
-        torch_compat.graph_breaks()[breaks:],
-    )
+    breaks = torch_compat.graph_breaks()[num_breaks:]
+    return Explanation(subject, options, compiled.report(), backend.graphs, breaks)
 
 
 def _run_backward(outputs: Any) -> None:
@@ -169,11 +135,6 @@ def _run_backward(outputs: Any) -> None:
     ]
     if gradients:
         torch.autograd.backward(losses or ends, gradients)
-
-
-def first_line(reason: str) -> str:
-    """Return a graph break's reason without the hints behind it."""
-    return reason.strip().partition("\n")[0]
 
 
 def _check_runs_alone(subject: Subject, model: nn.Module, error: Exception) -> None:

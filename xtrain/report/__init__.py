@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
 if TYPE_CHECKING:
+    from jinja2 import Template
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -46,19 +47,25 @@ STYLE: Any = {
 }
 
 
-def render(template: Path, **values: Any) -> str:
-    """Return a page; what is put into the template is escaped."""
+def template(path: Path, *, escape: bool = True) -> Template:
+    """Return a template, which may extend those beside this file; escape: of HTML."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
-        loader=FileSystemLoader([template.parent, Path(__file__).parent]),
-        autoescape=True,
+        loader=FileSystemLoader([path.parent, Path(__file__).parent]),
+        autoescape=escape,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    return environment.get_template(template.name).render(values)
+    environment.filters["g"] = "{:.3g}".format  # a number in three digits
+    return environment.get_template(path.name)
+
+
+def render(page: Path, **values: Any) -> str:
+    """Return what a template makes of values, which are escaped."""
+    return template(page).render(values)
 
 
 def line_plot(

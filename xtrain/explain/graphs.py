@@ -1,14 +1,16 @@
-"""A graph as plain data: one Node an op, in running order, the bodies of calls in their places.
+"""A graph as plain data before and after the passes, and what became of each of its ops.
 
-Nodes keep the names that FX gave them, which copies of a graph share: an op that no pass touched
-has one key before and after. Parameters are no nodes; ops name them by their path in the model.
+One Node an op, in running order, the bodies of calls in their places. Nodes keep the names that FX
+gave them, which copies of a graph share: an op that no pass touched has one key before and after.
+Parameters are no nodes; ops name them by their path in the model.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +61,6 @@ class Node:
     def name(self) -> str:
         """The node's own name."""
         return self.key.rpartition("/")[2]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields as plain values."""
-        return {**asdict(self), "inputs": list(self.inputs)}
 
 
 @dataclass
@@ -229,9 +227,6 @@ def readable_module(path: str) -> str:
     return re.sub(r"^L\['(\w+)'\]", r"\1", path)
 
 
-_SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
-
-
 def value_text(value: Any) -> str:
     """Return a tensor's dtype and shape, in short; "" for what is no tensor."""
     if isinstance(value, tuple | list):
@@ -239,8 +234,7 @@ def value_text(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return ""
     name = str(value.dtype).removeprefix("torch.")
-    parts = re.fullmatch(r"([a-z]+)(\d+)", name)
-    short = _SHORT.get(parts[1], parts[1]) + parts[2] if parts else name
+    short = re.sub(r"(f)loat|(u)int|(i)nt|(c)omplex", r"\1\2\3\4", name)
     return f"{short}[{', '.join(map(str, value.shape))}]"
 
 
@@ -251,3 +245,161 @@ def _source(node: fx.Node) -> str:
         return ""
     file, line, code = frames[-1]
     return f"{Path(file).name}:{line}: {code.strip()}"
+
+
+# --- what became of each op ----------------------------------------------------------------------
+
+# What hands a part or another form of an op's result on: what it replaced, the op replaced.
+_THIN = frozenset({"getitem", "to", "aten.to"})
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pass on one graph: the graph that it was given and the graph that it left."""
+
+    pass_name: str
+    before: Snapshot
+    after: Snapshot
+
+
+@dataclass
+class Changes:
+    """From a traced graph to the compiled one.
+
+    removed:  key of a traced op that is gone -> the pass that took it out.
+    added:    key of a new op -> the pass that put it in.
+    replaces: key of a new op -> keys of the traced ops whose place it took.
+    """
+
+    removed: dict[str, str] = field(default_factory=dict)
+    added: dict[str, str] = field(default_factory=dict)
+    replaces: dict[str, list[str]] = field(default_factory=dict)
+
+
+def follow(before: Snapshot, after: Snapshot, stages: list[Stage]) -> Changes:
+    """Follow each op from the traced graph to the compiled one through the passes between."""
+    traced, compiled = before.by_key(), after.by_key()
+    changes = Changes()
+    origins: dict[str, list[str]] = {}
+    for stage in stages:
+        old, new = stage.before.by_key(), stage.after.by_key()
+        for key in old.keys() - new.keys():
+            if key in traced:
+                changes.removed[key] = stage.pass_name
+        for key in new.keys() - old.keys():
+            changes.added[key] = stage.pass_name
+        for key, replaced in _replaced(old, new).items():
+            known = [o for k in replaced for o in ([k] if k in traced else origins.get(k, []))]
+            origins[key] = list(dict.fromkeys(known))
+    changes.removed = {k: v for k, v in changes.removed.items() if k not in compiled}
+    changes.added = {k: v for k, v in changes.added.items() if k in compiled and k not in traced}
+    order = {key: position for position, key in enumerate(traced)}
+    for key in changes.added:
+        gone = sorted(
+            (k for k in origins.get(key, ()) if k in changes.removed), key=order.__getitem__
+        )
+        if gone:
+            changes.replaces[key] = gone
+    return changes
+
+
+def _replaced(old: dict[str, Node], new: dict[str, Node]) -> dict[str, list[str]]:
+    """Return new op -> the ops that one pass took out for it, in no particular order.
+
+    Readers that stayed tell: where one read r and now reads n, n stands for r, and so for what only
+    r needed. Ops are asked in running order, and each takes what no earlier one has taken.
+    """
+    removed, added = old.keys() - new.keys(), [key for key in new if key not in old]
+    heads: dict[str, set[str]] = {key: set() for key in added}
+    for key, node in new.items():
+        earlier = old[key].inputs if key in old else ()
+        if len(earlier) == len(node.inputs):
+            for was, now in zip(earlier, node.inputs, strict=True):
+                if was in removed and now in heads:
+                    heads[now].add(was)
+    for key in reversed(added):
+        if new[key].target in _THIN:
+            for source in new[key].inputs:
+                if source in heads:
+                    heads[source] |= heads[key]
+    taken: set[str] = set()
+    result = {}
+    for key in added:
+        if new[key].target in _THIN:
+            continue
+        pending, group = [k for k in heads[key] if k not in taken], []
+        while pending:
+            current = pending.pop()
+            if current in taken or current not in removed:
+                continue
+            taken.add(current)
+            group.append(current)
+            pending += old[current].inputs
+        if group:
+            result[key] = group
+    return result
+
+
+def rows(before: Snapshot, after: Snapshot) -> Iterator[tuple[Node | None, Node | None]]:
+    """Yield pairs of traced and compiled ops in running order; None where one side has none."""
+    a, b = [n.key for n in before.nodes], [n.key for n in after.nodes]
+    matcher = SequenceMatcher(None, a, b, autojunk=False)
+    for _, a_start, a_end, b_start, b_end in matcher.get_opcodes():
+        left, right = before.nodes[a_start:a_end], after.nodes[b_start:b_end]
+        for i in range(max(len(left), len(right))):
+            yield (
+                left[i] if i < len(left) else None,
+                right[i] if i < len(right) else None,
+            )
+
+
+# --- where sites stand ---------------------------------------------------------------------------
+
+
+@dataclass
+class SiteMark:
+    """Where a residual site stands in a graph.
+
+    names:      the sites of the report that it is: several in a graph that layers share.
+    covered_by: "xtrain", "model", or "" with a reason.
+    add:        key of the traced add; own: of the model's own dropout on the branch, or "".
+    dropout:    key of the compiled op that draws the mask, "" where none of ours does.
+    """
+
+    names: list[str]
+    kind: str
+    covered_by: str
+    reason: str
+    add: str
+    own: str
+    dropout: str = ""
+
+    @property
+    def label(self) -> str:
+        """What to call it in a line of text."""
+        return ", ".join(self.names) or f"{self.kind} without dropout"
+
+
+@dataclass
+class GraphRecord:
+    """One graph: as traced, as compiled, what happened between, its sites."""
+
+    before: Snapshot
+    after: Snapshot = field(default_factory=Snapshot)
+    stages: list[Stage] = field(default_factory=list)
+    changes: Changes = field(default_factory=Changes)
+    sites: list[SiteMark] = field(default_factory=list)
+
+    def pass_of(self, side: str, key: str) -> str:
+        """Return the pass that took out a traced op (side "a") or put in a compiled one ("b")."""
+        return (self.changes.removed if side == "a" else self.changes.added).get(key, "")
+
+    def marks(self) -> dict[tuple[str, str], list[SiteMark]]:
+        """Return (side, key) -> the sites of an op: their adds, masks and dropouts of the model."""
+        found: dict[tuple[str, str], list[SiteMark]] = {}
+        for mark in self.sites:
+            spots = [("a", mark.add), ("b", mark.dropout or mark.add)]
+            spots += [("a", mark.own), ("b", mark.own)] if mark.own else []
+            for spot in spots:
+                found.setdefault(spot, []).append(mark)
+        return found
