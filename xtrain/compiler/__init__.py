@@ -15,7 +15,7 @@ The only place where passes and torch.compile meet:
     verify.py, graph_runs.py, closeness.py   the first step against the graphs without swaps
     strict_checks.py, uncovered.py, graph_breaks.py, backend_failures.py   what strict mode refuses
     layer_state.py      what layers keep side by side (a key-value cache), seen alike by each
-    blocks.py, step_keys.py, data_parallel.py, dynamic_shapes.py, report.py   one topic each
+    step_keys.py, data_parallel.py, dynamic_shapes.py, report.py   one topic each
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from xtrain import torch_compat
-from xtrain.compiler.blocks import Blocks
+from xtrain.blocks import Blocks
 
 
 class Bypasses:
@@ -64,7 +64,7 @@ class Bypasses:
 
     @contextmanager
     def _watching(self, name: str) -> Iterator[None]:
-        parts = {self._model, *map(self._model.get_submodule, self._blocks.paths)}
+        parts = {self._model, *self._blocks.modules.values()}
 
         def before(module: nn.Module, args: Any) -> None:
             if module in parts and module.training and not self._is_running():

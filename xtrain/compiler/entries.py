@@ -62,7 +62,7 @@ def compile_each_block(session: Session) -> None:
     It stays on the block, since a checkpoint around it calls it again in the backward; outside a
     forward of the compiled model it runs the block's own code.
     """
-    blocks = {path: session.model.get_submodule(path) for path in session.blocks.paths}
+    blocks = session.blocks.modules
     _check_can_run(session.model, blocks)
     entries: dict[tuple[type, bool | None], BlockEntries] = {}
     for path, block in blocks.items():

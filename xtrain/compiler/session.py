@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from xtrain import torch_compat
-from xtrain.compiler.blocks import Blocks
+from xtrain.blocks import Blocks
 from xtrain.compiler.bypasses import Bypasses
 from xtrain.compiler.dynamic_shapes import ShapeWatch
 from xtrain.compiler.options import Options

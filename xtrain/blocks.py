@@ -1,4 +1,4 @@
-"""Which modules of a model are its blocks, read off the module tree alone.
+"""What a block of a model is, and its ordinal: read off the module tree alone.
 
 A residual site is named by the ordinal of its block, and that must not depend on what a graph
 happens to show (a piece of the model, one layer that stands for all). So blocks are structure:
@@ -16,7 +16,6 @@ torch's own layers.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 
 from torch import nn
@@ -31,6 +30,7 @@ class Blocks:
 
     def __init__(self, model: nn.Module):
         self.paths = next(filter(None, map(list, _candidates(model))), [])
+        self.modules = {path: model.get_submodule(path) for path in self.paths}
         self._ordinals = {path: i for i, path in enumerate(self.paths)}
         # A module that stands in several places (layers that share weights) counts as its first.
         first = {module: path for path, module in model.named_modules()}
@@ -41,16 +41,9 @@ class Blocks:
         self._others = {
             path: len(self.paths) + i for i, (path, _) in enumerate(model.named_modules())
         }
-        # path of a block -> in how many places of its own list it stands
-        self.num_places = Counter(
-            first[module]
-            for path, module in model.named_modules(remove_duplicate=False)
-            if path.rpartition(".")[0] == first[module].rpartition(".")[0]
-        )
         lists = {path.rpartition(".")[0] for path in self.paths}
         self._lists = {path: model.get_submodule(path) for path in sorted(lists)}
         self._lengths = {path: len(module._modules) for path, module in self._lists.items()}
-        self.class_names = {path: type(model.get_submodule(path)).__name__ for path in self.paths}
 
     def block_of(self, path: str) -> str | None:
         """Return the path of the block that holds the module or parameter at `path`, or None."""
