@@ -15,8 +15,8 @@ from torch import nn
 
 from xtrain import torch_compat
 from xtrain.drift import compare, record
-from xtrain.drift.comparison.report import as_text
-from xtrain.drift.recording.recorder import record_prompts
+from xtrain.drift.comparison.drift_report import as_text
+from xtrain.drift.recording.forwards import record_prompts
 from xtrain.drift.settings import Run
 
 # --- C34: what is left of eager against compiled is listed ----------------------------------------

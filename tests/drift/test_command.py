@@ -15,10 +15,10 @@ import torch
 from training import running
 
 from bench.drift.records import machines
-from xtrain.drift import DriftError, Record, compare
-from xtrain.drift.bisection.command import _record_arguments
-from xtrain.drift.bisection.factors import Plan, parse_all
-from xtrain.drift.command import build_parser, main
+from xtrain.drift import Record, compare
+from xtrain.drift.bisection.bisect import Plan, _record_arguments
+from xtrain.drift.bisection.factors import parse_all
+from xtrain.drift.cli import build_parser, main
 from xtrain.drift.settings import check_use
 
 
@@ -139,56 +139,123 @@ def test_a_hugging_face_folder(tmp_path):
     assert tuple(found.first_divergence) == ("transformer.h.1.mlp.c_fc", "aten.addmm")
 
 
-MISTAKES = [
-    (["compare", "nowhere.drift", "nowhere.drift"], "there is no record nowhere.drift"),
-    (["compare", "."], "the following arguments are required: B"),
-    (["compare", "nowhere", "x", "--jsn=y"], "unknown argument '--jsn=y'"),
-    (["compare", ".", "."], "manifest.json is missing"),
-    (["recrd"], "invalid choice: 'recrd'"),
-    ([], "arguments are required: COMMAND"),
-    (["record", "tiny"], "required: --out"),
-    (["record", "--out", "x", "tinny"], "'tinny' is no preset"),
-    (["record", "--out", "x", "tiny", "--tokens=-1"], "--tokens must be at least 0, got -1"),
-    (["record", "--out", "x", "tiny", "--tokens=lots"], "invalid int value: 'lots'"),
-    (["record", "--out", "x", "tiny", "--mode=fast"], "--mode must be one of eager, aot_eager"),
-    (["record", "--out", "x", "tiny", "--dtype=fp8"], "--dtype must be one of auto, fp32"),
-    (["record", "--out", "x", "tiny", "--decode=beam"], "decode must be one of greedy, generate"),
-    (["record", "--out", "x", "tiny", "--device=cuda:99"], "--device is cuda:99, but torch"),
-    (["record", "--out", "x", "tiny", "--prompts=none.txt"], "cannot read the prompts none.txt"),
-    (["record", "--out", "x", "tiny", "--prompts=text.txt"], "no tokenizer is known"),
-    (["record", "--out", "x", "tiny", "--prompts=bad.json"], "must hold a list of lists of ids"),
-    (["record", "--out", "x", "tiny", "--prompts=big.json"], "prompt 0 must be ids below 16"),
-    (["record", "--out", "x", "tiny", "--prompts=empty.json"], "empty.json holds no prompt"),
-    (["record", "--out", "x", "tiny", "--tokens=2000"], "exceeds the model's context of 1024"),
-    (["record", "--out", "x", "tiny", "--decode=sample", "--temperature=0"], "temperature must be"),
-    (["record", "--out", "x", "broken_hf"], "cannot load broken_hf as a causal language model"),
-    (["record", "--out", "taken", "tiny"], "taken exists; choose another name"),
-    (["record", "--out", "text.txt/x", "tiny"], "cannot write text.txt/x"),
-]
+# Also flags that would do nothing. Drawn prompts: 8 of 16 ids with 16 tokens chosen, so that the
+# longest forward has 16 + 15. What starts with a flag is of `record --out x tiny`.
+MISTAKES = """
+compare nowhere.drift nowhere.drift -> there is no record nowhere.drift
+compare . -> the following arguments are required: B
+compare nowhere x --jsn=y -> unknown argument '--jsn=y'
+compare . . -> manifest.json is missing
+recrd -> invalid choice: 'recrd'
+ -> arguments are required: COMMAND
+record tiny -> required: --out
+record --out x tinny -> 'tinny' is no preset
+--tokens=-1 -> --tokens must be at least 0, got -1
+--tokens=lots -> invalid int value: 'lots'
+--mode=fast -> --mode must be one of eager, aot_eager
+--dtype=fp8 -> --dtype must be one of auto, fp32
+--decode=beam -> decode must be one of greedy, generate
+--device=cuda:99 -> --device is cuda:99, but torch
+--prompts=none.txt -> cannot read the prompts none.txt
+--prompts=text.txt -> no tokenizer is known
+--prompts=bad.json -> must hold a list of lists of ids
+--prompts=big.json -> prompt 0 must be ids below 16
+--prompts=empty.json -> empty.json holds no prompt
+--tokens=2000 -> exceeds the model's context of 1024
+--decode=sample --temperature=0 -> temperature must be
+record --out x broken_hf -> cannot load broken_hf as a causal language model
+record --out taken tiny -> taken exists; choose another name
+record --out text.txt/x tiny -> cannot write text.txt/x
+--pad-to=1 -> --pad-to 1 cannot hold prompt 0: it has 16 tokens, the longest forward 31
+--pad-to=30 -> the longest forward 31; give at least that, or auto
+--pad-to=0 -> --pad-to 0 cannot hold prompt 0
+--pad-to=15 --tokens=0 -> it has 16 tokens, the longest forward 16
+--pad-to=15 --tokens=1 -> it has 16 tokens, the longest forward 16
+--pad-to=auto --decode=generate -> --pad-to auto does nothing with --decode generate
+--pad-to=64 --decode=generate -> --pad-to 64 does nothing with --decode generate
+--temperature=2 -> --temperature 2.0 does nothing with --decode greedy; leave it out, or
+--sample-seed=0 -> --sample-seed 0 does nothing with --decode greedy
+--sample-seed=1 --decode=generate -> or use --decode sample
+--op-steps=1 --mode=inductor -> --op-steps 1 does nothing with --mode inductor
+--tensors --op-steps=0 -> --tensors does nothing with --op-steps 0; leave it out
+--tensors --mode=inductor -> --tensors does nothing with --mode inductor
+--decode=greedy --tokens=0 -> --decode greedy does nothing with --tokens 0
+--op-steps=0 --tokens=0 -> --op-steps 0 does nothing with --tokens 0
+--num-prompts=3 --prompts=p.json -> --num-prompts 3 is for prompts that are drawn
+--prompt-length=3 --prompts=p.json -> these are --prompts p.json
+--runs=elsewhere -> tiny is a preset, whose name wins; elsewhere/tiny means the run
+record --out x small --num-prompts=3 -> these are the built-in texts; leave it out
+--threads=100000 -> --threads must be at most 1024, got 100000
+--prompts=none0.json -> none0.json must hold a list of lists of ids
+--prompts=none1.json -> none1.json must hold a list of lists of ids
+--prompts=none2.json -> none2.json must hold a list of lists of ids
+--prompts=none3.json -> none3.json must hold a list of lists of ids
+--prompts=none4.json -> none4.json must hold a list of lists of ids
+compare a.drift a.drift --html - -> --html needs the name of a file; --json alone
+bisect tiny -> at least one --factor
+bisect tiny --factor=threads=1 -> a factor is NAME=VALUE,VALUE
+bisect tiny --factor=threads=1,1 -> of different values, got 'threads=1,1'
+bisect tiny --factor=treads=1,2 -> unknown factor 'treads'
+bisect tiny --factor=compile=yes,no -> compile is off or on
+bisect tiny --factor=mode=eager,inductr -> --mode must be one of eager, aot_eager
+bisect tiny --factor=threads=1,x -> --threads must be a whole number, got 'x'
+bisect tiny --factor=threads=1,0 -> --threads must be at least 1, got 0
+bisect tiny --factor=batch=1,-8 -> --batch must be at least 1, got -8
+bisect tiny --factor=dtype=fp32,fp8 -> --dtype must be one of auto, fp32, bf16
+bisect tiny --factor=decode=greedy,beam -> --decode must be one of greedy, gen
+bisect tiny --factor=device=cpu,gpu -> --device must be cpu, cuda or cuda:N
+bisect tiny --factor=pad-to=auto,-4 -> --pad-to must be at least 0, got -4
+bisect tiny --factor=threads=1,2 --tokens=-1 -> --tokens must be at least 0
+bisect tiny --factor=python=/nowhere,/else -> neither an interpreter nor a virtual
+bisect tiny --factor=A=1,2 --factor=A=3,4 -> the factor A is given twice
+bisect tiny --packages --factor=A=1,2 -> --packages compares two Pythons
+bisect tiny --max-runs=3 --factor=A=1,2,3 --factor=B=1,2 -> need 6 runs
+ops -> ops compares two settings
+ops --factor=A=1,2,3 -> ops compares two settings
+ops --factor=batch=1,8 -> ops runs no model, batch says nothing to it
+ops --rows=0 --factor=A=1,2 -> --rows must be at least 1, got 0
+bisect tiny --factor=threads=1,100000 -> --threads must be at most 1024
+bisect tiny --temperature=2 --factor=threads=1,2 -> --temperature 2.0 does nothing
+bisect tiny --threads=4 --factor=threads=1,2 -> --threads 4 is none of the values of the fact
+bisect tiny --pad-to=9 --factor=pad-to=auto,32 -> --pad-to 9 is none of the values
+bisect tiny --mode=eager --factor=compile=off,on -> --mode eager is decided by the factor comp
+ops --dtype=fp16 --factor=dtype=fp32,bf16 -> --dtype fp16 is none of the values of the factor dtype
+""".strip().splitlines()
+# --prompts none0.json, ...
+NO_LISTS = ['{"a": 1}', "3", '"text"', "[1, 2]", '["text"]']
 
 
-@pytest.mark.parametrize(("arguments", "message"), MISTAKES, ids=lambda value: str(value)[:40])
-def test_mistakes_are_one_line_and_exit_code_5(tmp_path, monkeypatch, capsys, arguments, message):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.txt").write_text("words\n")
-    (tmp_path / "bad.json").write_text('{"a": 1')
-    (tmp_path / "big.json").write_text("[[99]]")
-    (tmp_path / "empty.json").write_text("[]")
-    (tmp_path / "taken").mkdir()
-    (tmp_path / "broken_hf").mkdir()
-    (tmp_path / "broken_hf" / "config.json").write_text('{"model_type": "gpt2"}')
+@pytest.fixture(scope="module")
+def mistaken(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mistakes")
+    files = {"text.txt": "words\n", "bad.json": '{"a": 1', "big.json": "[[99]]", "empty.json": "[]"}
+    files |= {"p.json": "[[1, 2]]", "broken_hf/config.json": '{"model_type": "gpt2"}'}
+    files |= {f"none{number}.json": text for number, text in enumerate(NO_LISTS)}
+    for name in ("taken", "broken_hf"):
+        (folder / name).mkdir()
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("row", MISTAKES)
+def test_mistakes_are_one_line_and_exit_code_5(mistaken, monkeypatch, capsys, row):
+    line, _, message = row.partition(" -> ")
+    line = f"record --out x tiny {line}" if line.startswith("--") else line
+    monkeypatch.chdir(mistaken)
+    before = sorted(mistaken.iterdir())
     try:
-        code = main(arguments)
+        code = main(line.split())
     except SystemExit as error:
         code = error.code
     out, err = capsys.readouterr()
     assert code == 5 and out == ""
     assert err.startswith("error: ") and err.count("\n") == 1 and message in err
-    assert not (tmp_path / "x").exists() and not list(tmp_path.glob(".*tmp*"))
+    assert sorted(mistaken.iterdir()) == before
 
 
 def test_an_internal_error_is_no_verdict(records, monkeypatch, capsys, tmp_path):
-    from xtrain.drift.comparison import records as comparison
+    from xtrain.drift.comparison import two_records as comparison
 
     def fail(*_):
         raise KeyError("a bug")
@@ -203,7 +270,7 @@ def test_an_internal_error_is_no_verdict(records, monkeypatch, capsys, tmp_path)
 
 
 def test_help_needs_no_torch():
-    code = "import sys; sys.modules['torch'] = None; from xtrain.drift.command import main; main()"
+    code = "import sys; sys.modules['torch'] = None; from xtrain.drift.cli import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", code, "--help"], capture_output=True, text=True, check=True
     )
@@ -242,52 +309,9 @@ def test_a_hugging_face_folder_in_bf16_keeps_its_tables(tmp_path):
     assert tuple(found.first_divergence) == ("model.embed_tokens", "aten.embedding")
 
 
-# --- flags that would do nothing -----------------------------------------------------------------
-
-
-RECORD = ["record", "--out", "x", "tiny"]
-WITHOUT_EFFECT = [
-    # 8 prompts of 16 ids with 16 tokens chosen: the longest forward has 16 + 15
-    (["--pad-to=1"], "--pad-to 1 cannot hold prompt 0: it has 16 tokens, the longest forward 31"),
-    (["--pad-to=30"], "the longest forward 31; give at least that, or auto"),
-    (["--pad-to=0"], "--pad-to 0 cannot hold prompt 0"),
-    (["--pad-to=15", "--tokens=0"], "it has 16 tokens, the longest forward 16"),
-    (["--pad-to=15", "--tokens=1"], "it has 16 tokens, the longest forward 16"),
-    (["--pad-to=auto", "--decode=generate"], "--pad-to auto does nothing with --decode generate"),
-    (["--pad-to=64", "--decode=generate"], "--pad-to 64 does nothing with --decode generate"),
-    (["--temperature=2"], "--temperature 2.0 does nothing with --decode greedy; leave it out, or"),
-    (["--sample-seed=0"], "--sample-seed 0 does nothing with --decode greedy"),
-    (["--sample-seed=1", "--decode=generate"], "or use --decode sample"),
-    (["--op-steps=1", "--mode=inductor"], "--op-steps 1 does nothing with --mode inductor"),
-    (["--tensors", "--op-steps=0"], "--tensors does nothing with --op-steps 0; leave it out"),
-    (["--tensors", "--mode=inductor"], "--tensors does nothing with --mode inductor"),
-    (["--decode=greedy", "--tokens=0"], "--decode greedy does nothing with --tokens 0"),
-    (["--op-steps=0", "--tokens=0"], "--op-steps 0 does nothing with --tokens 0"),
-    (["--num-prompts=3", "--prompts=p.json"], "--num-prompts 3 is for prompts that are drawn"),
-    (["--prompt-length=3", "--prompts=p.json"], "these are --prompts p.json"),
-    (["--runs=elsewhere"], "tiny is a preset, whose name wins; elsewhere/tiny means the run"),
-]
-
-
-@pytest.mark.parametrize(("flags", "message"), WITHOUT_EFFECT, ids=lambda value: str(value)[:40])
-def test_a_flag_without_effect_is_one_line(tmp_path, monkeypatch, capsys, flags, message):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "p.json").write_text("[[1, 2]]")
-    assert main([*RECORD, *flags]) == 5
-    out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and message in err
-    assert not (tmp_path / "x").exists()
-
-
-def test_prompts_of_a_tokenizer_are_not_drawn(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main(["record", "--out", "x", "small", "--num-prompts=3"]) == 5
-    assert "these are the built-in texts; leave it out" in capsys.readouterr().err
-
-
 def test_what_fits_exactly_is_no_mistake(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    shared = [*RECORD, "--num-prompts=2", "--overwrite", "--threads=1"]
+    shared = ["record", "--out", "x", "tiny", "--num-prompts=2", "--overwrite", "--threads=1"]
     for flags in (["--pad-to=18", "--tokens=3"], ["--pad-to=16", "--tokens=0"], ["--seed=3"]):
         assert main([*shared, *flags]) == 0
     assert Record("x").model["seed"] == 3 and Record("x").run["warm_up"] == 1
@@ -301,44 +325,23 @@ def plan_of(*arguments):
     return args, Plan(parse_all(args.factor))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--temperature=2", "--factor=threads=1,2"], "--temperature 2.0 does nothing"),
-        (["--threads=4", "--factor=threads=1,2"], "--threads 4 is none of the values of the fact"),
-        (["--pad-to=9", "--factor=pad-to=auto,32"], "--pad-to 9 is none of the values"),
-        (["--mode=eager", "--factor=compile=off,on"], "--mode eager is decided by the factor comp"),
-    ],
-    ids=lambda value: str(value)[:40],
-)
-def test_bisect_refuses_what_no_run_can_use(arguments, message):
-    args, plan = plan_of(*arguments)
-    with pytest.raises(DriftError, match=message):
-        check_use(args, plan.values)
-
-
 def test_bisect_hands_a_flag_to_the_runs_that_can_use_it():
     args, plan = plan_of(
         *("--temperature=2", "--tensors", "--threads=1", "--seed=0"),
         *("--factor=decode=greedy,sample", "--factor=compile=off,on", "--factor=threads=1,2"),
     )
     check_use(args, plan.values)
-    found = {
-        setting: _record_arguments(args, plan.named(setting))[2:]
-        for setting in (plan.baseline, ("sample", "on", "1"))
-    }
-    assert found[plan.baseline] == ["--seed=0", "--tensors", "--pad-to=auto"]
-    assert found["sample", "on", "1"] == ["--seed=0", "--temperature=2.0", "--pad-to=auto"]
+    baseline, other = plan.named(()), {"decode": "sample", "compile": "on", "threads": "1"}
+    found = _record_arguments(args, baseline)[2:]
+    assert found == ["--seed=0", "--tensors", "--pad-to=auto"]
+    found = _record_arguments(args, other)[2:]
+    assert found == ["--seed=0", "--temperature=2.0", "--pad-to=auto"]
 
 
 def test_generate_is_not_padded_beside_compiled_runs():
-    args, plan = plan_of("--factor=decode=greedy,generate", "--factor=mode=eager,aot_eager")
-    assert _record_arguments(args, plan.named(("generate", "eager"))) == ["record", "tiny"]
-
-
-def test_ops_refuses_a_flag_that_its_factor_overrides(capsys):
-    assert main(["ops", "--dtype=fp16", "--factor=dtype=fp32,bf16"]) == 5
-    assert "--dtype fp16 is none of the values of the factor dtype" in capsys.readouterr().err
+    args, _ = plan_of("--factor=decode=greedy,generate", "--factor=mode=eager,aot_eager")
+    named = {"decode": "generate", "mode": "eager"}
+    assert _record_arguments(args, named) == ["record", "tiny"]
 
 
 # --- packages that are missing, readers that leave -----------------------------------------------

@@ -10,15 +10,14 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from drift_models import Rowwise, decoder, next_up, tokens
+from drift_models import Rowwise, decoder, next_up, prompts, subject, tokens
 
 from xtrain.drift import compare, record
 from xtrain.drift.comparison.differences import align
-from xtrain.drift.comparison.margins import find_loop
-from xtrain.drift.comparison.report import as_json, as_text
-from xtrain.drift.recording.format import OpKey
-from xtrain.drift.recording.recorder import record_prompts
-from xtrain.drift.recording.subject import Subject, hash_weights
+from xtrain.drift.comparison.drift_report import as_json, as_text
+from xtrain.drift.comparison.flip import find_loop
+from xtrain.drift.recording.forwards import record_prompts
+from xtrain.drift.recording.record_format import OpKey
 from xtrain.drift.settings import Run
 
 NAMES = [name.removeprefix("blocks.3.") for name, _ in decoder(4).blocks[3].named_parameters()]
@@ -230,10 +229,7 @@ def test_the_comparison_of_a_prompt_ends_where_its_tokens_part():
             self.amount = 5.0 if input_ids.shape[1] >= 4 else 0.0
             return super().forward(input_ids)
 
-    def subject(model):
-        return Subject(model, {"kind": "test"}, 16, None, weights=hash_weights(model))
-
-    lists = [{"tokens": [1, 2], "text": None}, {"tokens": [5], "text": None}]
+    lists = prompts([1, 2], [5])
     a = record_prompts(subject(Shifted(bias=base)), lists, Run(num_tokens=6))
     b = record_prompts(subject(Later(0.0, slice(7, 8), bias=base)), lists, Run(num_tokens=6))
     found = compare(a, b)
@@ -297,7 +293,7 @@ import sys
 for name in ("torch", "transformers", "safetensors", "triton"):
     sys.modules[name] = None
 import xtrain.drift as drift
-from xtrain.drift.command import main
+from xtrain.drift.cli import main
 a = drift.Record(sys.argv[1])
 print(a.cases[0].steps[0].logits()[1], float(a.cases[0].steps[0].logits_float64()[0, 0]))
 sys.exit(main(["compare", *sys.argv[1:]]))

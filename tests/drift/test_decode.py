@@ -9,8 +9,8 @@ from drift_models import Rowwise, gpt2, llama, prompts, subject
 from torch import nn
 
 from xtrain.drift import compare
-from xtrain.drift.command import main
-from xtrain.drift.recording.recorder import record_prompts
+from xtrain.drift.cli import main
+from xtrain.drift.recording.forwards import record_prompts
 from xtrain.drift.settings import Run
 
 

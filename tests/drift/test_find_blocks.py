@@ -8,7 +8,7 @@ from torch import nn
 
 from xtrain.drift import compare, record
 from xtrain.drift.recording.observe import find_blocks
-from xtrain.drift.recording.subject import draw_weights
+from xtrain.drift.recording.recorded_model import draw_weights
 
 
 class Other(nn.Module):
@@ -20,6 +20,14 @@ class Other(nn.Module):
 
     def forward(self, x):
         return x - self.inner(x).tanh()
+
+
+class Two(Gate):
+    """A layer of two matrices."""
+
+    def __init__(self, dim):
+        super().__init__(dim)
+        self.second = Scale(dim)
 
 
 class Stack(nn.Module):
@@ -56,7 +64,7 @@ def test_layers_of_mixed_kinds():
     model = Model(("stack",), stack=Stack(Gate(8), Other(8), Gate(8)))
     assert list(find_blocks(model)) == [f"stack.layers.{n}" for n in range(3)]
     # stages of a whole are no layers, nor are lists of what has no parts
-    model = Model(("stack",), stack=nn.Sequential(Stack(Gate(8), Gate(8)), Other(8)))
+    model = Model(("stack",), stack=nn.Sequential(Stack(Two(8), Two(8)), Other(8)))
     model.norms = nn.ModuleList([nn.LayerNorm(8), nn.Linear(8, 8)])
     assert list(find_blocks(model)) == ["stack.0.layers.0", "stack.0.layers.1"]
 

@@ -15,9 +15,9 @@ from forge import edited, redo_manifest, write_tensors
 from torch import nn
 
 from xtrain.drift import DriftError, Record, compare, record
-from xtrain.drift.recording import format, writing
-from xtrain.drift.recording.format import Columns, column
-from xtrain.drift.recording.recorder import record_prompts
+from xtrain.drift.recording import record_format, writing
+from xtrain.drift.recording.forwards import record_prompts
+from xtrain.drift.recording.record_format import Columns, column
 from xtrain.drift.settings import Run, check_flag
 from xtrain.settings import fits, flags, option
 
@@ -164,7 +164,7 @@ class Wider(Columns):
 
 def test_a_column_is_one_field(tmp_path, monkeypatch):
     record(Rowwise(), tokens(), out=tmp_path / "before", tensors=True)
-    for module in (format, writing):
+    for module in (record_format, writing):
         monkeypatch.setattr(module, "Columns", Wider)
     record(Rowwise(), tokens(), out=tmp_path / "after", tensors=True)
     [step] = Record(tmp_path / "after").steps()

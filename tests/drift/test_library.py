@@ -10,9 +10,8 @@ import torch
 from drift_models import Rowwise, decoder, gpt2, llama, next_up, prompts, subject, tokens
 
 from xtrain import drift
-from xtrain.drift.command import main
-from xtrain.drift.recording.recorder import record_prompts
-from xtrain.drift.recording.subject import Subject, hash_weights
+from xtrain.drift.cli import main
+from xtrain.drift.recording.forwards import record_prompts
 from xtrain.drift.settings import Run
 
 
@@ -94,30 +93,6 @@ def test_a_checkpoint_that_lacks_weights_is_refused(tmp_path, capsys, make):
     assert not (tmp_path / "b").exists()
 
 
-@pytest.mark.parametrize("text", ['{"a": 1}', "3", '"text"', "[1, 2]", '["text"]'])
-def test_prompts_that_are_no_lists_of_ids(tmp_path, capsys, text):
-    path = tmp_path / "prompts.json"
-    path.write_text(text)
-    arguments = ["record", "--out", str(tmp_path / "a"), "tiny", "--prompts", str(path)]
-    assert main(arguments) == 5
-    assert f"{path} must hold a list of lists of ids" in capsys.readouterr().err
-
-
-def test_a_page_needs_a_file(tmp_path, capsys):
-    drift.record(decoder(), tokens(), out=tmp_path / "a")
-    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "a"), "--html", "-"]) == 5
-    out, err = capsys.readouterr()
-    assert out == "" and "--html needs the name of a file" in err
-
-
-def test_threads_that_no_machine_starts(tmp_path, capsys):
-    """torch ends the process where the system refuses it a thread."""
-    arguments = ["record", "--out", str(tmp_path / "a"), "tiny", "--threads=100000"]
-    assert main(arguments) == 5
-    assert "--threads must be at most 1024, got 100000" in capsys.readouterr().err
-    assert main(["bisect", "tiny", "--factor=threads=1,100000"]) == 5
-
-
 # --- assert_no_drift -----------------------------------------------------------------------------
 
 
@@ -160,10 +135,9 @@ def test_what_is_accepted(tmp_path):
 
 def test_a_baseline_of_decoded_prompts(tmp_path):
     model = Rowwise()
-    subject = Subject(model, {"kind": "preset"}, 16, None, weights=hash_weights(model))
-    lists = [{"tokens": [1, 2, 3], "text": None}, {"tokens": [4], "text": None}]
     settings = Run(num_tokens=3, batch_size=2)
-    record_prompts(subject, lists, settings, out=tmp_path / "base.drift")
+    lists = prompts([1, 2, 3], [4])
+    record_prompts(subject(model), lists, settings, out=tmp_path / "base.drift")
     assert drift.assert_no_drift(Rowwise(), tmp_path / "base.drift").exit_code == 0
     other = Rowwise()
     with torch.no_grad():

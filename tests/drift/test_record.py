@@ -15,9 +15,9 @@ from drift_models import Rowwise, decoder, gpt2, llama, prompts, subject, tokens
 from torch import nn
 
 from xtrain.drift import DriftError, Record, compare, record
-from xtrain.drift.comparison.report import as_json, as_text
-from xtrain.drift.recording.recorder import record_prompts
-from xtrain.drift.recording.subject import derived_buffers
+from xtrain.drift.comparison.drift_report import as_json, as_text
+from xtrain.drift.recording.forwards import record_prompts
+from xtrain.drift.recording.recorded_model import derived_buffers
 from xtrain.drift.recording.tensors import to_float64
 from xtrain.drift.settings import Run
 

@@ -12,8 +12,8 @@ from drift_models import Rowwise, Scale, prompts, subject
 from torch import nn
 
 from xtrain.drift import compare
-from xtrain.drift.comparison.report import as_json, as_text
-from xtrain.drift.recording.recorder import record_prompts
+from xtrain.drift.comparison.drift_report import as_json, as_text
+from xtrain.drift.recording.forwards import record_prompts
 from xtrain.drift.settings import Run
 
 

@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from xtrain.drift.comparison.differences import distance
-from xtrain.drift.errors import DriftError
 from xtrain.drift.recording.tensors import (
     DTYPES,
     OF_TORCH,
@@ -19,6 +18,7 @@ from xtrain.drift.recording.tensors import (
     to_float64,
 )
 from xtrain.drift.recording.writing import to_bits
+from xtrain.drift.settings import DriftError
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]

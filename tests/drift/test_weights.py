@@ -12,8 +12,8 @@ from drift_models import Rowwise, decoder, gpt2, tokens
 from forge import edited, put
 
 from xtrain.drift import compare, record
-from xtrain.drift.command import main
-from xtrain.drift.recording.subject import hash_weights
+from xtrain.drift.cli import main
+from xtrain.drift.recording.recorded_model import hash_weights
 
 NAME = "blocks.1.feed_forward.up.weight"
 PAIRS = [("float32", "bfloat16"), ("float32", "float16"), ("float64", "float32")]

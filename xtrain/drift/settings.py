@@ -18,8 +18,25 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from xtrain.drift.errors import DriftError
 from xtrain.settings import ConfigError, Flag, Settings, flags, option
+
+BAD_INPUT = 5  # an exit code that is no verdict
+
+
+class DriftError(ValueError):
+    """A record, a model, a flag or a file that cannot be used: exit code 5.
+
+    The message is one line that says what to do.
+    """
+
+
+def missing_package(error: ModuleNotFoundError) -> str:
+    """Return what to do about an import that failed. Raises: the error, for a module of ours."""
+    package = (error.name or "").partition(".")[0]
+    if package in ("", "xtrain"):
+        raise error
+    return f"this needs the package {package}; install it"
+
 
 UNSEEN = ("inductor", "unobserved")  # the modes in which no op's result is seen
 MODES = ("eager", "aot_eager", *UNSEEN)

@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from xtrain.drift.comparison.contradictions import contradiction
-from xtrain.drift.errors import DriftError
-from xtrain.drift.recording.format import Record
+from xtrain.drift.comparison.differences import contradiction
+from xtrain.drift.recording.record_format import Record
 from xtrain.drift.recording.tensors import FLOATS, coarser_dtype, narrow
-from xtrain.drift.settings import Run
+from xtrain.drift.settings import DriftError, Run
 
 MOVES_NOTHING = {item.name for item in fields(Run) if not item.metadata.get("moves", True)}
 

@@ -27,7 +27,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from xtrain import files
-from xtrain.drift.errors import DriftError
+from xtrain.drift.settings import DriftError
 
 # name in safetensors -> (NumPy dtype of its bits, torch's name)
 DTYPES: dict[str, tuple[str, str]] = {

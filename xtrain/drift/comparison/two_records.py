@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,28 +20,25 @@ from xtrain.drift.comparison.comparable import (
     changes,
     why_not_comparable,
 )
-from xtrain.drift.comparison.contradictions import check_rows, contradiction_of, verify
 from xtrain.drift.comparison.differences import (
     Aside,
     Distance,
-    Unmatched,
     absolute_difference,
     align,
+    check_rows,
+    contradiction_of,
     differences,
     distance,
     max_ulps,
     op_distance,
     out_of_order,
     set_aside,
+    verify,
 )
 from xtrain.drift.comparison.flip import flip_verdict
 from xtrain.drift.comparison.pairing import Partners
-from xtrain.drift.recording.format import Case, Columns, OpKey, Record, Step, shape_of
+from xtrain.drift.recording.record_format import Case, OpKey, Record, Step, shape_of
 from xtrain.drift.recording.tensors import coarser_dtype, to_float64
-
-if TYPE_CHECKING:
-    pass
-
 
 IDENTICAL, NO_FLIP, CAN_FLIP, TOKENS_DIFFER, NOT_COMPARABLE = 0, 1, 2, 3, 4
 VERDICTS = {
@@ -51,6 +48,18 @@ VERDICTS = {
     TOKENS_DIFFER: "the tokens differ",
     NOT_COMPARABLE: "not comparable",
 }
+
+
+Place = tuple[str, str, str]  # "a", "b" or "both", path, op
+
+
+class Unmatched(NamedTuple):
+    """An op without a partner: one of two records lacks it, or has it in another shape."""
+
+    record: str  # "a" | "b": the one that has it; "both" when the shapes differ
+    path: str
+    op: str
+    times: int  # occurrences in all compared forwards
 
 
 @dataclass(frozen=True)
@@ -128,7 +137,7 @@ class LayerGrowth:
 
 @dataclass
 class Comparison:
-    """The result; xtrain.drift.comparison.report makes text, JSON and a page of it."""
+    """The result; xtrain.drift.comparison.drift_report makes text, JSON and a page of it."""
 
     a: Record
     b: Record
@@ -225,16 +234,14 @@ def compare(
     result.partners = Partners(a, b, same_layout=result.same_layout)
     if not result.same_layout:
         result.aside = out_of_order(a, b, result.partners)
-    unmatched: Counter[tuple[str, str, str]] = Counter()
+    unmatched: Counter[Place] = Counter()
     for case_a, case_b in zip(a.cases, b.cases, strict=True):
         result.prompts.append(_compare_case(result, case_a, case_b, unmatched))
     result.unmatched = [Unmatched(*key, count) for key, count in unmatched.items()]
     return result
 
 
-def _compare_case(
-    result: Comparison, a: Case, b: Case, unmatched: Counter[tuple[str, str, str]]
-) -> PromptResult:
+def _compare_case(result: Comparison, a: Case, b: Case, unmatched: Counter[Place]) -> PromptResult:
     first: Divergence | None = None
     ops_equal = logits_equal = tokens_equal = True
     num_steps, before = 0, result.num_matched
@@ -263,36 +270,31 @@ def _compare_case(
 
 
 def _compare_ops(
-    result: Comparison, a: Step, b: Step, unmatched: Counter[tuple[str, str, str]]
+    result: Comparison, a: Step, b: Step, unmatched: Counter[Place]
 ) -> Divergence | None:
     """Return the first op or block of a step that differs."""
     found: list[tuple[float, Divergence]] = []
+    partners = result.partners
+    assert partners is not None
     for kind in ("ops", "blocks"):
         keys_a, keys_b = a.keys(kind), b.keys(kind)
         if kind == "ops" and bool(keys_a) != bool(keys_b):
-            names = keys_a or keys_b
-            unmatched.update(("a" if keys_a else "b", *key[:2]) for key in names)
+            unmatched.update(("a" if keys_a else "b", *key[:2]) for key in keys_a or keys_b)
             continue
-        if kind == "ops" and result.partners is not None:
-            aligned = result.partners(a, b)
-        else:
-            aligned = align(keys_a, keys_b)
+        aligned = partners(a, b) if kind == "ops" else align(keys_a, keys_b)
         unmatched.update(("a", *keys_a[i][:2]) for i in aligned.only_a)
         unmatched.update(("b", *keys_b[j][:2]) for j in aligned.only_b)
-        columns = a.columns(kind), b.columns(kind)
         check_rows(aligned.pairs, a, b, kind)
-        rows = differences(aligned.pairs, *columns, keys_a, keys_b, same_layout=result.same_layout)
+        rows = differences(aligned.pairs, a, b, kind, same_layout=result.same_layout)
         if kind == "ops" and result.aside:
             rows = set_aside(rows, a, b, result.aside)
         result.num_matched += int(rows.comparable.sum())
         for row in np.flatnonzero(~rows.comparable):
             unmatched["both", *keys_a[rows.pairs[row, 0]][:2]] += 1
-        different = np.flatnonzero(rows.different)
-        if len(different):
-            i, j = (int(index) for index in rows.pairs[different[0]])
+        for i, j in rows.pairs[rows.different][:1].tolist():
             place, divergence = _divergence(kind, a, b, i, j)
-            if kind == "ops" and result.partners is not None:
-                divergence = replace(divergence, cause=result.partners.cause(a, b, aligned, i, j))
+            if kind == "ops":
+                divergence = replace(divergence, cause=partners.cause(a, b, aligned, i, j))
             found.append((place, divergence))
     return min(found, key=lambda item: item[0])[1] if found else None
 
@@ -343,9 +345,8 @@ def _compare_logits(result: Comparison, a: Step, b: Step) -> NDArray[np.bool_]:
         equal = ((x == y) & signs | np.isnan(x) & np.isnan(y)).all(axis=1)
     else:
         equal = ((x == y) | np.isnan(x) & np.isnan(y)).all(axis=1)
-    verdict = flip_verdict(x, y)
     offset = a.info["length"] - len(x)
-    for row, found in enumerate(verdict):
+    for row, found in enumerate(flip_verdict(x, y)):
         result.positions.append(
             Position(
                 prompt=a.case.number,
@@ -378,15 +379,11 @@ def _logits_divergence(a: Step, b: Step) -> Divergence:
     )
 
 
-def _equal(a: Columns, b: Columns, i: int, j: int) -> bool:
-    return bool((a.shape[i] == b.shape[j]).all() and (a.hash[i] == b.hash[j]).all())
-
-
 def _grow(result: Comparison, a: Step, b: Step) -> None:
     """Add the block outputs of a step, where the logits were taken, to the growth by layer."""
     aligned = align(a.keys("blocks"), b.keys("blocks"))
     layers = {layer.path: layer for layer in result.growth}
-    columns_a, columns_b = a.columns("blocks"), b.columns("blocks")
+    left, right = a.columns("blocks"), b.columns("blocks")
     for i, j in aligned.pairs.tolist():
         (bits_a, dtype_a), (bits_b, dtype_b) = a.rows(i), b.rows(j)
         layer = layers.get(a.keys("blocks")[i].path)
@@ -394,7 +391,7 @@ def _grow(result: Comparison, a: Step, b: Step) -> None:
             continue
         x, y = to_float64(bits_a, dtype_a), to_float64(bits_b, dtype_b)
         delta = absolute_difference(x, y)
-        if delta.any() and _equal(columns_a, columns_b, i, j) and dtype_a == dtype_b:
+        if delta.any() and (left.hash[i] == right.hash[j]).all() and dtype_a == dtype_b:
             raise contradiction_of(a, "blocks", i, "rows")
         layer.num_compared += len(x)
         layer.num_different += int(delta.any(axis=1).sum())
