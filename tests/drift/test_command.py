@@ -12,14 +12,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from drift_models import Rowwise, decoder, gpt2, llama, next_up, prompts, subject, tokens
 from training import running
 
 from bench.drift.records import machines
+from xtrain import drift
 from xtrain.drift import Record, compare
 from xtrain.drift.bisection.bisect import Plan, _record_arguments
 from xtrain.drift.bisection.factors import parse_all
 from xtrain.drift.cli import build_parser, main
-from xtrain.drift.settings import check_use
+from xtrain.drift.recording.forwards import record_prompts
+from xtrain.drift.settings import Run, check_use
 
 
 def run(*arguments):
@@ -292,23 +295,6 @@ def test_bench_compares_eager_with_what_is_compiled(capsys):
         assert "12 places" in part
 
 
-def test_a_hugging_face_folder_in_bf16_keeps_its_tables(tmp_path):
-    import transformers
-
-    torch.manual_seed(0)
-    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, vocab_size=64)
-    config = transformers.LlamaConfig(**sizes, num_attention_heads=4)
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "hf")
-    flags = [tmp_path / "hf", "--tokens=1", "--num-prompts=1", "--prompt-length=4"]
-    for dtype in ("auto", "bf16"):
-        assert run("record", "--out", tmp_path / dtype, *flags, f"--dtype={dtype}") == 0
-    from xtrain.drift import compare
-
-    found = compare(tmp_path / "auto", tmp_path / "bf16")
-    assert found.reason is None  # the weights of the file, rounded
-    assert tuple(found.first_divergence) == ("model.embed_tokens", "aten.embedding")
-
-
 def test_what_fits_exactly_is_no_mistake(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shared = ["record", "--out", "x", "tiny", "--num-prompts=2", "--overwrite", "--threads=1"]
@@ -440,7 +426,7 @@ def test_the_trained_run_on_two_machines(tmp_path, capfd):
     (tmp_path / "first.json").write_text("[[1, 2, 3], [4, 5, 6]]")
     (tmp_path / "second.json").write_text("[[7, 8]]")
     made = []
-    for out, prompts, *flags in (
+    for out, listed, *flags in (
         ("a_1", "second"),
         ("a_0", "first"),
         ("b_0", "first", "--dtype=bf16"),
@@ -448,7 +434,7 @@ def test_the_trained_run_on_two_machines(tmp_path, capfd):
     ):
         made.append(tmp_path / f"{out}.drift")
         arguments = ["record", "tiny", "--tokens=12", "--threads=1", f"--out={made[-1]}", *flags]
-        assert main([*arguments, f"--prompts={tmp_path}/{prompts}.json"]) == 0
+        assert main([*arguments, f"--prompts={tmp_path}/{listed}.json"]) == 0
     text = machines(tmp_path, made[2:], made[:2])
     row = [cell.strip() for cell in text.splitlines()[-1].split("|")]
     assert row[1].endswith("bf16") and row[2] == "embedding: aten.embedding" and row[3] == "3"
@@ -456,3 +442,151 @@ def test_the_trained_run_on_two_machines(tmp_path, capfd):
     comparisons = [compare(a, b) for a, b in ((made[1], made[2]), (made[0], made[3]))]
     shifts = [place.shift for c in comparisons for place in c.positions]
     assert row[4] == str(len(shifts)) and row[5] == f"{max(shifts):.3g}"
+
+
+# --- what a program may hand to xtrain.drift, by mistake or as a baseline for its tests -----------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        # -1 would count down for ever
+        ({"warm_up": -1}, "warm_up must be at least 0, got -1"),
+        ({"warm_up": 1.5}, "warm_up must be a whole number, got 1.5"),
+        ({"warm_up": "2"}, "warm_up must be a whole number, got '2'"),
+        ({"warm_up": True}, "warm_up must be a whole number, got True"),
+        ({"top_k": 0}, "top_k must be at least 1, got 0"),
+    ],
+)
+def test_what_no_setting_can_be(tmp_path, settings, message):
+    with pytest.raises(drift.DriftError, match=message):
+        drift.record(decoder(), tokens(), out=tmp_path / "x", **settings)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_no_decoding_can_be_and_what_is_no_module():
+    for name in ("op_steps", "sample_seed", "pad_to"):
+        with pytest.raises(drift.DriftError, match=f"{name} must be at least 0, got -1"):
+            record_prompts(subject(decoder()), prompts([1]), Run(**{name: -1}))
+    with pytest.raises(drift.DriftError, match="model must be a torch.nn.Module, got function"):
+        drift.record(lambda ids: ids, tokens())
+
+
+@pytest.mark.parametrize("mode", ["eager", "aot_eager", "inductor"])
+def test_a_compiled_model_is_not_watched_from_inside(mode):
+    """Dynamo would trace the watching itself, or compile what is compiled."""
+    import xtrain
+
+    for compiled in (
+        torch.compile(decoder(), backend="eager"),
+        xtrain.compile(decoder(), dropout=0.5, seed=0, backend="eager"),
+    ):
+        with pytest.raises(drift.DriftError, match=f"mode={mode} is for the plain model"):
+            drift.record(compiled, tokens(), mode=mode)
+
+
+def test_a_compiled_model_against_the_baseline_of_the_plain_one(tmp_path):
+    """It runs as it is: the logits count."""
+    drift.record(decoder(), tokens(), out=tmp_path / "base", tensors=True)
+    calls = []
+
+    def backend(graph, inputs):
+        calls.append(len(inputs))
+
+        def run(*arguments):
+            calls.append("run")
+            return graph(*arguments)
+
+        return run
+
+    found = drift.assert_no_drift(torch.compile(decoder(), backend=backend), tmp_path / "base")
+    assert "run" in calls and found.b.run["mode"] == "unobserved" and found.num_matched == 0
+    changed = decoder()
+    with torch.no_grad():
+        changed.blocks[1].attention.output.weight.mul_(2)
+    with pytest.raises(AssertionError, match="other weights: blocks.1.attention.output.weight"):
+        drift.assert_no_drift(torch.compile(changed, backend="eager"), tmp_path / "base")
+
+
+@pytest.mark.parametrize("make", [gpt2, llama])
+def test_a_checkpoint_that_lacks_weights_is_refused(tmp_path, capsys, make):
+    """transformers draws them at random, in each process others; a tied head is no such weight."""
+    from safetensors.torch import load_file, save_file
+
+    folder, flags = tmp_path / "model", ["--tokens=1", "--num-prompts=1", "--threads=1"]
+    make().save_pretrained(folder)
+    assert main(["record", "--out", str(tmp_path / "a"), str(folder), *flags]) == 0
+    weights = load_file(folder / "model.safetensors")
+    name = next(name for name in weights if "mlp" in name)
+    del weights[name]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    capsys.readouterr()
+    assert main(["record", "--out", str(tmp_path / "b"), str(folder), *flags]) == 5
+    assert f"its files lack 1 weight of the model: {name}" in capsys.readouterr().err
+    assert not (tmp_path / "b").exists()
+
+
+# --- assert_no_drift -----------------------------------------------------------------------------
+
+
+def test_a_model_that_stays_passes_and_one_that_moves_fails(tmp_path):
+    drift.record(decoder(), tokens(batch=2), out=tmp_path / "base.drift")
+    found = drift.assert_no_drift(decoder(), tmp_path / "base.drift")
+    assert found.exit_code == 0 and len(found.positions) == 18
+    model = decoder()
+    next_up(model.blocks[1].feed_forward.up.weight)
+    with pytest.raises(
+        AssertionError, match="first difference: aten.mm in blocks.1.feed_forward.up"
+    ):
+        drift.assert_no_drift(model, tmp_path / "base.drift", accept=2)
+
+
+class Noisy(Rowwise):
+    """The same weights, computed with an error: another environment."""
+
+    def __init__(self, noise):
+        super().__init__()
+        self.noise = noise
+
+    def forward(self, input_ids):
+        logits = super().forward(input_ids)
+        return logits * (1 + self.noise) if self.noise else logits
+
+
+def test_what_is_accepted(tmp_path):
+    drift.record(Noisy(0.0), tokens(), out=tmp_path / "base.drift")
+    drift.assert_no_drift(Noisy(1e-6), tmp_path / "base.drift", accept=1)
+    with pytest.raises(AssertionError, match="verdict 1: the numbers differ, no token can flip"):
+        drift.assert_no_drift(Noisy(1e-6), tmp_path / "base.drift")
+    with pytest.raises(AssertionError, match="verdict 3: the tokens differ"):
+        drift.assert_no_drift(Noisy(-2.0), tmp_path / "base.drift", accept=2)
+    with pytest.raises(ValueError, match="accept must be 0, 1 or 2, got 3"):
+        drift.assert_no_drift(Noisy(0.0), tmp_path / "base.drift", accept=3)
+    with pytest.raises(drift.DriftError, match="there is no record"):
+        drift.assert_no_drift(Noisy(0.0), tmp_path / "other.drift")
+
+
+def test_a_baseline_of_decoded_prompts(tmp_path):
+    model = Rowwise()
+    settings = Run(num_tokens=3, batch_size=2)
+    lists = prompts([1, 2, 3], [4])
+    record_prompts(subject(model), lists, settings, out=tmp_path / "base.drift")
+    assert drift.assert_no_drift(Rowwise(), tmp_path / "base.drift").exit_code == 0
+    other = Rowwise()
+    with torch.no_grad():
+        other.head.mul_(-1)
+    with pytest.raises(AssertionError, match="not comparable: other weights: head"):
+        drift.assert_no_drift(other, tmp_path / "base.drift")
+
+
+def test_the_page_s_example_as_it_stands(tmp_path, monkeypatch):
+    """What a reader pastes: the comparison at its end is that of the model with itself."""
+    text = (Path(__file__).resolve().parents[2] / "docs" / "drift.md").read_text()
+    code = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
+    monkeypatch.chdir(tmp_path)
+    model, x = decoder(), tokens(2)
+    drift.record(model, x, out="tests/baseline.drift")
+    names = {"torch": torch, "model": model, "tokens": x, "vector": torch.ones(48)}
+    exec(code, names)
+    assert names["comparison"].exit_code == 0 and len(names["comparison"].positions) == x.numel()
+    assert names["linear"].cases[0].steps[0].logits()[0].shape == (1, 440)

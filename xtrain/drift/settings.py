@@ -5,6 +5,7 @@ itself beside its range (see xtrain.settings):
 
     factor      bisect may be given several values of it
     moves       False: no number depends on it, and compare does not name it
+    layout      it decides which prompts are computed together, and with which padding
     only_with   (flag, values): under other values of that flag it does nothing, and is refused
     of_tokens   the same where no token is chosen;  of_drawn: where no prompt is drawn
     later       records of this version from before it lack it; they were made with its default
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from xtrain.settings import ConfigError, Flag, Settings, flags, option
 
@@ -65,7 +66,7 @@ class Run(Settings):
     )
     device: str = option("cpu", "cpu, cuda or cuda:N", flag={"pattern": DEVICE}, factor=True)
     batch_size: int = option(
-        1, "prompts of a forward", at_least=1, flag={"name": "batch"}, factor=True
+        1, "prompts of a forward", at_least=1, flag={"name": "batch"}, factor=True, layout=True
     )
     pad_to: int | None = option(
         None,
@@ -73,6 +74,7 @@ class Run(Settings):
         at_least=0,
         flag={"metavar": "T", "words": ("auto",), "shown": "none"},
         factor=True,
+        layout=True,
         only_with=("decode", ("greedy", "sample")),  # generate() makes its own inputs
     )
     decode: str | None = option(  # None: one forward, all positions
@@ -80,6 +82,7 @@ class Run(Settings):
         "greedy, generate (the model's own) or sample",
         choices=DECODERS,
         factor=True,
+        layout=True,
         of_tokens=True,
     )
     num_tokens: int = option(
@@ -143,6 +146,10 @@ class Source(Settings):
     )
 
 
+ABOUT = {item.name: item.metadata for item in fields(Run)}
+MOVES_NOTHING = {name for name, about in ABOUT.items() if not about.get("moves", True)}
+LAYOUT = tuple(name for name, about in ABOUT.items() if about.get("layout"))
+DRAWING = tuple(name for name, about in ABOUT.items() if SAMPLED.items() <= about.items())
 RUN_FLAGS = flags(Run)
 FLAGS = flags(Source) | RUN_FLAGS
 FACTORS = tuple(name for name, flag in FLAGS.items() if flag.about.get("factor"))

@@ -29,7 +29,7 @@ from xtrain.drift.bisection.factors import Factor, interpreter, parse_all, run_c
 from xtrain.drift.comparison.drift_report import deliver, size_text
 from xtrain.drift.comparison.two_records import IDENTICAL, NOT_COMPARABLE, Comparison, compare
 from xtrain.drift.recording.record_format import Record
-from xtrain.drift.settings import FLAGS, DriftError, check_use, counts, fill, values_of
+from xtrain.drift.settings import FACTORS, FLAGS, DriftError, check_use, counts, fill, values_of
 
 # --- which runs there are, and what they say ------------------------------------------------------
 
@@ -180,8 +180,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=A,B",
-        help="values to try, the baseline's first: threads, batch, compile=off,on, mode, dtype, "
-        "device, decode, pad-to, python=VENV,VENV, or a VARIABLE; may be given again",
+        help=f"values to try, the baseline's first: {', '.join(FACTORS)}, compile=off,on, "
+        "python=VENV,VENV, or a VARIABLE; may be given again",
     )
     add("--packages", action="store_true", help="of two Pythons that differ: one package at a time")
     add("--max-runs", type=int, default=64, metavar="N", help="refuse to make more [64]")

@@ -39,6 +39,7 @@ from xtrain.drift.comparison.flip import flip_verdict
 from xtrain.drift.comparison.pairing import Partners
 from xtrain.drift.recording.record_format import Case, OpKey, Record, Step, shape_of
 from xtrain.drift.recording.tensors import coarser_dtype, to_float64
+from xtrain.drift.settings import LAYOUT
 
 IDENTICAL, NO_FLIP, CAN_FLIP, TOKENS_DIFFER, NOT_COMPARABLE = 0, 1, 2, 3, 4
 VERDICTS = {
@@ -103,17 +104,17 @@ class Position:
         return f"prompt {self.prompt}, step {self.step}, position {self.position}"
 
 
-@dataclass(frozen=True)
+@dataclass
 class PromptResult:
     """What is equal of one prompt."""
 
     prompt: int
-    num_steps: int  # compared: up to the first one with other tokens
-    ops_equal: bool
-    logits_equal: bool
-    tokens_equal: bool
-    first_divergence: Divergence | None
-    num_matched: int  # results of ops and blocks that both have
+    num_steps: int = 0  # compared: up to the first one with other tokens
+    ops_equal: bool = True
+    logits_equal: bool = True
+    tokens_equal: bool = True
+    first_divergence: Divergence | None = None
+    num_matched: int = 0  # results of ops and blocks that both have
 
     @property
     def words(self) -> tuple[str, str, str]:
@@ -155,8 +156,7 @@ class Comparison:
     @cached_property
     def same_layout(self) -> bool:
         """Whether both computed the prompts in the same batches, with the same padding."""
-        names = ("batch_size", "pad_to", "decode")
-        return all(self.a.run[name] == self.b.run[name] for name in names)
+        return all(self.a.run[name] == self.b.run[name] for name in LAYOUT)
 
     @property
     def environment_changes(self) -> list[Change]:
@@ -242,31 +242,22 @@ def compare(
 
 
 def _compare_case(result: Comparison, a: Case, b: Case, unmatched: Counter[Place]) -> PromptResult:
-    first: Divergence | None = None
-    ops_equal = logits_equal = tokens_equal = True
-    num_steps, before = 0, result.num_matched
+    prompt, before = PromptResult(a.number), result.num_matched
     for step_a, step_b in zip(a.steps, b.steps, strict=False):
         found = _compare_ops(result, step_a, step_b, unmatched)
-        num_steps += 1
         equal = _compare_logits(result, step_a, step_b)
         _grow(result, step_a, step_b)
-        ops_equal &= found is None
+        prompt.num_steps += 1
+        prompt.ops_equal &= found is None
         if not equal.all():
-            logits_equal = False
+            prompt.logits_equal = False
             found = found or _logits_divergence(step_a, step_b)
-        first = first or found
+        prompt.first_divergence = prompt.first_divergence or found
         if step_a.tokens != step_b.tokens:
-            tokens_equal = False
+            prompt.tokens_equal = False
             break  # from here on the inputs differ
-    return PromptResult(
-        prompt=a.number,
-        num_steps=num_steps,
-        ops_equal=ops_equal,
-        logits_equal=logits_equal,
-        tokens_equal=tokens_equal,
-        first_divergence=first,
-        num_matched=result.num_matched - before,
-    )
+    prompt.num_matched = result.num_matched - before
+    return prompt
 
 
 def _compare_ops(

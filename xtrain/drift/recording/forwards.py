@@ -17,7 +17,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
@@ -144,7 +144,8 @@ def _recording(
     was_training = subject.model.training
     subject.model.eval()
     try:
-        recording = _Recording(subject, prompts, settings, runner, writer, folder)
+        warm = settings.warm_up
+        recording = _Recording(subject, prompts, settings, runner, writer, folder, warm)
         yield recording
         writer.close(recording.contents())
     except BaseException:
@@ -154,24 +155,17 @@ def _recording(
         subject.model.train(was_training)
 
 
+@dataclass(eq=False)
 class _Recording:
-    """One record being written: the runner, the writers of the prompts under way, the totals."""
+    """One record being written, the writers of its prompts, the totals."""
 
-    def __init__(
-        self,
-        subject: RecordedModel,
-        prompts: Sequence[Mapping[str, Any]],
-        settings: Run,
-        runner: Runner,
-        writer: RecordWriter,
-        folder: tempfile.TemporaryDirectory | None,
-    ):
-        self.subject, self.prompts, self.settings = subject, prompts, settings
-        self.runner, self.writer, self.folder = runner, writer, folder
-        parameters = list(subject.model.parameters())
-        self.num_parameters = sum(parameter.numel() for parameter in parameters)
-        self.weight_sizes = frozenset(size for p in parameters for size in p.shape)
-        self.warm = settings.warm_up  # forwards still to come before the first recorded one
+    subject: RecordedModel
+    prompts: Sequence[Mapping[str, Any]]
+    settings: Run
+    runner: Runner
+    writer: RecordWriter
+    folder: tempfile.TemporaryDirectory | None
+    warm: int  # forwards still to come before the first recorded one
 
     def contents(self) -> dict[str, Any]:
         """Return what record.json holds of it."""
@@ -187,7 +181,7 @@ class _Recording:
             "model": {
                 **self.subject.description,
                 "class": type(self.subject.model).__name__,
-                "num_parameters": self.num_parameters,
+                "num_parameters": sum(p.numel() for p in self.subject.model.parameters()),
                 "blocks": list(self.runner.blocks),
                 "weights": self.subject.weights,
             },
@@ -209,7 +203,8 @@ class _Recording:
 
     def layout(self, batch: int, length: int, lengths: Sequence[int]) -> Layout:
         """Return which part of each tensor belongs to which prompt."""
-        return Layout(batch, length, tuple(lengths), self.weight_sizes)
+        weight_sizes = frozenset(n for p in self.subject.model.parameters() for n in p.shape)
+        return Layout(batch, length, tuple(lengths), weight_sizes)
 
     def has_ops(self, step: int) -> bool:
         """Return whether the ops of a step are recorded."""
