@@ -26,7 +26,7 @@ if str(ROOT) not in sys.path:
 from bench.drift.records import Margins, gather, machines, ratio_text  # noqa: E402
 from bench.harness import git_commit  # noqa: E402
 from bench.report import render, table  # noqa: E402
-from xtrain.drift.bisection.factors import run_child  # noqa: E402
+from xtrain.drift.bisect import run_child  # noqa: E402
 from xtrain.drift.comparison.flip import ENDS  # noqa: E402
 from xtrain.drift.recording.record_format import Record  # noqa: E402
 

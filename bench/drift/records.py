@@ -26,9 +26,9 @@ from bench.train.variants import Setting
 from xtrain import compile as xtrain_compile
 from xtrain import drift
 from xtrain.drift import Comparison, compare
-from xtrain.drift.bisection.factors import run_child
-from xtrain.drift.comparison.flip import find_loop
+from xtrain.drift.bisect import run_child
 from xtrain.drift.comparison.drift_report import as_text, context, size_text
+from xtrain.drift.comparison.flip import find_loop
 from xtrain.drift.recording.record_format import Record
 from xtrain.drift.recording.recorded_model import draw_tokens, draw_weights
 from xtrain.model import Transformer

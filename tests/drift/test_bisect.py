@@ -12,12 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from xtrain.drift.bisection import bisect as packages
-from xtrain.drift.bisection import factors
-from xtrain.drift.bisection.bisect import Plan, Trial, effects, equal_sets, interactions
-from xtrain.drift.bisection.factors import Factor, run_child
-from xtrain.drift.bisection.single_ops import OpRow, picture
+from xtrain.drift import bisect
+from xtrain.drift.bisect import Factor, Plan, Trial, effects, equal_sets, interactions, run_child
 from xtrain.drift.cli import main
+from xtrain.drift.single_ops import OpRow, picture
 
 SITE = """
 import os
@@ -165,7 +163,7 @@ def test_children(tmp_path, monkeypatch):
     environment = tmp_path / "venv" / "bin"
     environment.mkdir(parents=True)
     os.symlink(sys.executable, environment / "python")
-    assert factors.interpreter(str(tmp_path / "venv")) == str(environment / "python")
+    assert bisect.interpreter(str(tmp_path / "venv")) == str(environment / "python")
 
 
 def test_a_signal_of_one_value_in_the_whole_command(tmp_path, capfd):
@@ -191,7 +189,7 @@ def test_a_signal_of_one_value_in_the_whole_command(tmp_path, capfd):
 
 
 def test_the_inputs_are_integers_scaled_and_the_hashes_those_of_the_results():
-    from xtrain.drift.bisection.single_ops import LENGTHS, draw, hashes, ops
+    from xtrain.drift.single_ops import LENGTHS, draw, hashes, ops
 
     x = draw(3, 7)
     assert x.dtype == torch.float32 and torch.equal(x, draw(3, 7))
@@ -256,7 +254,7 @@ def test_one_package_of_another_environment(tmp_path):
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     (site / "only_there.py").write_text("here = True\n")
-    here = packages.listing(sys.executable)
+    here = bisect.listing(sys.executable)
     assert here["version"] == list(sys.version_info[:2])
     assert (
         here["packages"]["numpy"][0] == np.__version__ and "numpy" in here["packages"]["numpy"][1]
@@ -264,13 +262,13 @@ def test_one_package_of_another_environment(tmp_path):
     there = {"version": here["version"], "site": str(site), "packages": {}}
     for name, version in (("safetensors", "9.9"), ("numpy", "8.8"), ("tabulate", "1.0")):
         there["packages"][name] = [version, [name, f"{name}-{version}.dist-info"]]
-    found = packages.differing(here, there)
+    found = bisect.differing(here, there)
     assert [(name, new) for name, _, new in found] == [("numpy", "8.8"), ("safetensors", "9.9")]
 
-    overlay = packages.make_overlay(tmp_path / "overlay", there, "safetensors")
+    overlay = bisect.make_overlay(tmp_path / "overlay", there, "safetensors")
     code = f"""
 import sys
-{packages.path_of(overlay, str(site))}
+{bisect.path_of(overlay, str(site))}
 import numpy, only_there, safetensors
 from importlib import metadata
 print(safetensors.__version__, metadata.version("safetensors"), numpy.__version__)

@@ -18,8 +18,7 @@ from training import running
 from bench.drift.records import machines
 from xtrain import drift
 from xtrain.drift import Record, compare
-from xtrain.drift.bisection.bisect import Plan, _record_arguments
-from xtrain.drift.bisection.factors import parse_all
+from xtrain.drift.bisect import Plan, _record_arguments, parse_all
 from xtrain.drift.cli import build_parser, main
 from xtrain.drift.recording.forwards import record_prompts
 from xtrain.drift.settings import Run, check_use

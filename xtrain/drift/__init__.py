@@ -12,7 +12,8 @@ cli          python -m xtrain.drift: record, compare, bisect, ops
 testing      assert_no_drift
 recording/   a record being made, and its format
 comparison/  two records, or two training runs, compared
-bisection/   runs of many settings, each in its own process
+bisect       which setting moves the numbers: runs of `record`, each in its own process
+single_ops   ops: each op alone under two settings, as a picture
 """
 
 from __future__ import annotations

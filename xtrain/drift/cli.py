@@ -15,7 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from xtrain.command_line import Parser, exit_codes, limit_spinning, show
-from xtrain.drift.bisection import bisect, single_ops
+from xtrain.drift import bisect, single_ops
 from xtrain.drift.comparison.drift_report import deliver, write_text
 from xtrain.drift.settings import (
     BAD_INPUT,

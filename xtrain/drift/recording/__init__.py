@@ -12,5 +12,5 @@ tensors          tensors as bits: hashes, statistics, safetensors files
 
 The formats and tensors need no torch.
 
-Imports nothing of comparison/ and bisection/.
+Imports nothing of comparison/.
 """

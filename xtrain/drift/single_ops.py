@@ -17,7 +17,7 @@ import numpy as np
 from tabulate import tabulate
 
 from xtrain.command_line import show
-from xtrain.drift.bisection.factors import Factor, parse_all, run_child
+from xtrain.drift.bisect import Factor, parse_all, run_child
 from xtrain.drift.comparison.drift_report import deliver
 from xtrain.drift.recording.tensors import hash_bits, same_nan
 from xtrain.drift.settings import (
