@@ -214,7 +214,7 @@ def _row(found: Comparison) -> tuple:
         str(first) if first else "-",
         size_text(first.distance) if first else "-",
         f"{growth[0]:.3g} to {growth[-1]:.3g}" if growth else "-",
-        f"{max((place.shift for place in found.positions), default=0.0):.3g}",
+        f"{found.max_shift:.3g}",
         len(found.positions),
         sum(place.can_flip for place in found.positions),
         sum(place.flipped for place in found.positions),

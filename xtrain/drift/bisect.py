@@ -42,7 +42,6 @@ from xtrain.drift.settings import (
     FACTORS,
     FLAGS,
     DriftError,
-    check_flag,
     check_use,
     counts,
     fill,
@@ -74,8 +73,8 @@ class Result:
 def parse(text: str) -> Factor:
     """Return the factor that NAME=V1,V2 means.
 
-    Raises: DriftError for a name that is none, fewer than two different values, or a value that no
-    child could take. What only a model or a machine can refuse is for the children to say.
+    Raises: DriftError for a name that is none or fewer than two different values, ConfigError for a
+    value that no child could take. What only a model or a machine can refuse the children say.
     """
     name, equals, rest = text.partition("=")
     values = tuple(value.strip() for value in rest.split(","))
@@ -91,7 +90,7 @@ def parse(text: str) -> Factor:
         if name == "python":
             interpreter(value)
         elif name in FACTORS:
-            check_flag(FLAGS[name], value)
+            FLAGS[name].check(value)
     return Factor(name, values)
 
 

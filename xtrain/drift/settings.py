@@ -19,7 +19,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from xtrain.settings import ConfigError, Flag, Settings, flags, option
+from xtrain.settings import Flag, Settings, flags, option
 
 BAD_INPUT = 5  # an exit code that is no verdict
 
@@ -155,22 +155,14 @@ FLAGS = flags(Source) | RUN_FLAGS
 FACTORS = tuple(name for name, flag in FLAGS.items() if flag.about.get("factor"))
 
 
-def check_flag(flag: Flag, value: object) -> None:
-    """Raise DriftError for a value that a flag cannot have; text stands for a number."""
-    try:
-        flag.check(value)
-    except ConfigError as error:
-        raise DriftError(str(error)) from None
-
-
 def fill(args: argparse.Namespace, known: Mapping[str, Flag] = FLAGS) -> argparse.Namespace:
     """Return the flags with the default of each that was not given, all checked.
 
-    Raises: DriftError for the first one whose value no model could make right.
+    Raises: ConfigError for the first one whose value no model could make right.
     """
     for flag in known.values():
         if flag.was_given(args):
-            check_flag(flag, getattr(args, flag.dest))
+            flag.check(getattr(args, flag.dest))
     return argparse.Namespace(**vars(args) | {f.dest: f.value(args) for f in known.values()})
 
 

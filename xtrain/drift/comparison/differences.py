@@ -202,19 +202,6 @@ def bound(a: Columns, b: Columns, i: int, j: int, dtype: str) -> Distance:
     return Distance(worst, ulps, count, exact=bool(whole))
 
 
-def op_distance(
-    values: tuple[tuple[NDArray, str] | None, tuple[NDArray, str] | None],
-    columns: tuple[Columns, Columns],
-    rows: tuple[int, int],
-    dtypes: tuple[str, str],
-) -> Distance:
-    """Return how far an op's results are apart: exactly where both records hold the values."""
-    value_a, value_b = values
-    if value_a is not None and value_b is not None and value_a[0].shape == value_b[0].shape:
-        return distance(*value_a, *value_b)
-    return bound(*columns, *rows, coarser_dtype(*dtypes))
-
-
 # --- rows in an order of their own ----------------------------------------------------------------
 
 GROSS = 2.0**-5  # of a number's size, where a real difference went before

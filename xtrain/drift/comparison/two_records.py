@@ -25,12 +25,12 @@ from xtrain.drift.comparison.differences import (
     Distance,
     absolute_difference,
     align,
+    bound,
     check_rows,
     contradiction_of,
     differences,
     distance,
     max_ulps,
-    op_distance,
     out_of_order,
     set_aside,
     verify,
@@ -294,8 +294,11 @@ def _divergence(kind: str, a: Step, b: Step, i: int, j: int) -> tuple[float, Div
     """Return a divergence and its place among a's ops; a block ends after the last op in it."""
     key_a, key_b = a.keys(kind)[i], b.keys(kind)[j]
     columns = a.columns(kind), b.columns(kind)
-    values = (a.value(i), b.value(j)) if kind == "ops" else _whole_rows(a, b, i, j)
-    size = op_distance(values, columns, (i, j), (key_a.dtype, key_b.dtype))
+    one, other = (a.value(i), b.value(j)) if kind == "ops" else _whole_rows(a, b, i, j)
+    if one is not None and other is not None and one[0].shape == other[0].shape:
+        size = distance(*one, *other)
+    else:
+        size = bound(*columns, i, j, coarser_dtype(key_a.dtype, key_b.dtype))
     place: float = i
     if kind == "blocks":
         place = _end_of(key_a.path, a.keys("ops"), i)

@@ -233,19 +233,14 @@ class Layout:
             size = bits.shape[0] // self.batch
             bits = bits[row * size : (row + 1) * size]
         if self.padded:
-            bits = self._without_padding(bits, self.lengths[row])
+            # Queries and keys both: scores are [.., T, T]. Where a weight happens to have the size
+            # of the sequence, the first such dimension alone: [T, D] with D = T.
+            axes = [axis for axis, size in enumerate(bits.shape) if size == self.length]
+            index = [slice(None)] * bits.ndim
+            for axis in axes[:1] if self.length in self.weight_sizes else axes:
+                index[axis] = slice(self.lengths[row])
+            bits = bits[tuple(index)]
         return np.asarray(bits, order="C")  # a number stays one: ascontiguousarray adds an axis
-
-    def _without_padding(self, bits: NDArray, length: int) -> NDArray:
-        # Queries and keys both: scores are [.., T, T]. Where a weight happens to have the size of
-        # the sequence, the first such dimension alone: [T, D] with D = T.
-        axes = [axis for axis, size in enumerate(bits.shape) if size == self.length]
-        if self.length in self.weight_sizes:
-            axes = axes[:1]
-        index = [slice(None)] * bits.ndim
-        for axis in axes:
-            index[axis] = slice(length)
-        return bits[tuple(index)]
 
 
 class Collector:
