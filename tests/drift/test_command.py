@@ -141,6 +141,24 @@ def test_a_hugging_face_folder(tmp_path):
     assert tuple(found.first_divergence) == ("transformer.h.1.mlp.c_fc", "aten.addmm")
 
 
+def test_a_hugging_face_folder_with_a_tokenizer(tmp_path):
+    """Of fewer ids than the head has rows: what it does not know is none of the text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    llama().save_pretrained(tmp_path / "hf")
+    backend = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "b": 2}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.save(str(tmp_path / "hf" / "tokenizer.json"))
+    (tmp_path / "p.txt").write_text("a b\nb c a\n")
+    flags = ["--prompts", tmp_path / "p.txt", "--tokens=2", "--warm-up=0"]
+    assert run("record", "--out", tmp_path / "x", tmp_path / "hf", *flags) == 0
+    cases = Record(tmp_path / "x").cases
+    assert [case.prompt["tokens"] for case in cases] == [[1, 2], [2, 0, 1]]
+    chosen = [[step.tokens[0] for step in case.steps] for case in cases]
+    assert max(map(max, chosen)) > 2
+    assert [case.text for case in cases] == [backend.decode(ids) for ids in chosen]
+
+
 # Also flags that would do nothing. Drawn prompts: 8 of 16 ids with 16 tokens chosen, so that the
 # longest forward has 16 + 15. What starts with a flag is of `record --out x tiny`.
 MISTAKES = """

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -197,6 +198,10 @@ def _names(flags: Sequence[str]) -> dict[str, str]:
 # --- how the command ends ------------------------------------------------------------------------
 
 
+# Another signal within this time finds the first one's clean-up under way, and is left out.
+GRACE_S = 10.0
+
+
 class Terminated(BaseException):
     """Raised where a signal arrives; a BaseException, so that nothing takes it for an error."""
 
@@ -214,15 +219,16 @@ def termination_raises() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # Python lets no other thread set handlers
         return
-    process = os.getpid()
+    process, last = os.getpid(), -GRACE_S
 
     def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal last
         if os.getpid() != process:  # a fork of this process writes no record
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        for other in caught:  # the next one finds the clean-up under way
-            signal.signal(other, signal.SIG_IGN)
-        raise Terminated(number)
+        first, last = time.monotonic() - last >= GRACE_S, time.monotonic()
+        if first:
+            raise Terminated(number)
 
     names = (name for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
     numbers = [getattr(signal, name) for name in names]

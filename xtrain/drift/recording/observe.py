@@ -252,13 +252,14 @@ class Origins:
 
     def __init__(self, model: nn.Module, inputs: Iterable[Any]):
         self.found = {_memory(value): INPUT for value in inputs if isinstance(value, Tensor)}
-        pieces = sorted(
+        weights = [tensor for _, tensor in saved_weights(model)]
+        self.pieces = sorted(
             (start, start + tensor.nbytes, FIRST_WEIGHT - number)
-            for number, (_, tensor) in enumerate(saved_weights(model))
+            for number, tensor in enumerate(weights)
             if (start := _address(tensor))
         )
-        self.pieces, self.starts = pieces, [start for start, _, _ in pieces]
-        self.weights = {_memory(tensor) for _, tensor in saved_weights(model)}
+        self.starts = [start for start, _, _ in self.pieces]
+        self.weights = {_memory(tensor) for tensor in weights}
 
     def of(self, tensor: Tensor) -> int:
         """Return the number of an op, or INPUT, UNKNOWN, or FIRST_WEIGHT less a weight's number."""

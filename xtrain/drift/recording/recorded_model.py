@@ -180,7 +180,9 @@ def _hugging_face(path: Path, dtype: str) -> RecordedModel:
         from xtrain.data import load_tokenizer
 
         tokenizer = load_tokenizer(folder / "tokenizer.json")
-        found.encode, found.decode = tokenizer.encode, tokenizer.decode
+        known = tokenizer.vocab_size  # the head may choose an id that is none of its
+        found.encode = tokenizer.encode
+        found.decode = lambda ids: tokenizer.decode(i for i in ids if i < known)
     return found
 
 
