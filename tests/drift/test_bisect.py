@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from xtrain.drift import bisect
+from xtrain.drift import bisect, single_ops
 from xtrain.drift.bisect import Factor, Plan, Trial, effects, equal_sets, interactions, run_child
 from xtrain.drift.cli import main
 from xtrain.drift.single_ops import OpRow, picture
@@ -218,8 +218,14 @@ def test_ops_of_two_instruction_sets(capfd, tmp_path):
     assert "softmax        .###" in text and "mm             ...." in text
 
 
-def test_ops_that_depend_on_the_number_of_threads(tmp_path):
+def test_ops_that_depend_on_the_number_of_threads(tmp_path, monkeypatch, capfd):
     """One sum and one query's keys are shared out among threads; rows of their own are not."""
+
+    def in_process(arguments, setting):  # a number of threads can be set in any
+        code = main([*arguments, *(f"--{name}={value}" for name, value in setting.items())])
+        return bisect.Result(code, capfd.readouterr().out, None)
+
+    monkeypatch.setattr(single_ops, "run_child", in_process)
     out = tmp_path / "ops.json"
     assert main(["ops", "--factor=threads=1,2", "--json", str(out)]) == 1
     moved = {row["op"] for row in json.loads(out.read_text()) if row["first"]}
