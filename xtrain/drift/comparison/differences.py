@@ -1,5 +1,4 @@
 """How far results that belong together are apart: two tensors, two rows of a record, a forward.
-And what two places say that cannot both be true: whoever edited one of them is found out.
 
 xtrain.drift.comparison.pairing says which belong together. Ops that only one side has (fused,
 decomposed, missing) are no divergence; they are listed apart.
@@ -10,6 +9,8 @@ the batch: the parts are then rows of other prompts, and their difference says n
 tell such rows from a batch that really computes otherwise. They differ by more than half of their
 digits, as no rounding of an op does; and what follows with rows of the prompt's own (the output of
 their block, else the logits) differs far less.
+
+What two places say that cannot both be true finds out who edited one of them.
 """
 
 from __future__ import annotations
@@ -23,14 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtrain.drift.comparison.pairing import Alignment, Partners, common_order
-from xtrain.drift.recording.record_format import (
-    Columns,
-    OpKey,
-    Record,
-    Step,
-    damaged,
-    shape_of,
-)
+from xtrain.drift.recording.record_format import Columns, OpKey, Record, Step, damaged, shape_of
 from xtrain.drift.recording.tensors import (
     CHUNK,
     FLOATS,

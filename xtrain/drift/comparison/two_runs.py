@@ -12,14 +12,7 @@ from typing import Any
 
 from xtrain.drift.comparison.pairing import Ops, cause, pair
 from xtrain.drift.recording.record_format import FIRST_WEIGHT, Formula, OpKey
-from xtrain.drift.recording.training_format import (
-    Row,
-    find,
-    ranks,
-    read_start,
-    read_step,
-    steps,
-)
+from xtrain.drift.recording.training_format import Row, find, ranks, read_start, read_step, steps
 from xtrain.drift.settings import DriftError
 
 ANY_MICRO_BATCH = ("weight", "optimizer", "mask", "loss", "gradient norm", "gradient")

@@ -32,13 +32,7 @@ from xtrain.drift.recording.observe import Origins, Runner, logits_of, observed
 from xtrain.drift.recording.record_format import Record
 from xtrain.drift.recording.recorded_model import RecordedModel, hash_weights, placement
 from xtrain.drift.recording.tensors import hash_bits, json_number
-from xtrain.drift.recording.writing import (
-    CaseWriter,
-    Collector,
-    Layout,
-    RecordWriter,
-    to_bits,
-)
+from xtrain.drift.recording.writing import CaseWriter, Collector, Layout, RecordWriter, to_bits
 from xtrain.drift.settings import DriftError, Run
 
 PADDING_ID = 0  # to the right of what counts: a causal model's real tokens never see it
