@@ -373,14 +373,11 @@ def _try(
     child = run_child([*_record_arguments(args, named), "--out", str(out)], named)
     if child.error is not None:
         return Trial(error=child.error)
-    record, comparison, group = Record(out), None, 0
-    for group, other in enumerate(representatives):  # noqa: B007
-        found = compare(other, record)
-        comparison = comparison or found
-        if found.exit_code == IDENTICAL:
-            break
-    else:
-        group = len(representatives)
+    record = Record(out)
+    comparison = compare(representatives[0], record) if representatives else None
+    same = (compare(other, record).exit_code == IDENTICAL for other in representatives)
+    group = next((number for number, equal in enumerate(same) if equal), len(representatives))
+    if group == len(representatives):
         representatives.append(record)
     return Trial(out, comparison=comparison, group=group)
 
