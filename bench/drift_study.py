@@ -26,10 +26,10 @@ if str(ROOT) not in sys.path:
 from bench.drift.records import Machines, Margins, gather, name_of, ratio_text  # noqa: E402
 from bench.harness import git_commit  # noqa: E402
 from bench.report import render  # noqa: E402
-from xtrain.drift.bisection.factors import run_child  # noqa: E402
-from xtrain.drift.comparison.margins import ENDS  # noqa: E402
-from xtrain.drift.comparison.report import size_text  # noqa: E402
-from xtrain.drift.recording.format import Record  # noqa: E402
+from xtrain.drift.bisect import run_child  # noqa: E402
+from xtrain.drift.comparison.drift_report import size_text  # noqa: E402
+from xtrain.drift.comparison.flip import ENDS  # noqa: E402
+from xtrain.drift.recording.record_format import Record  # noqa: E402
 
 PIECE = 25  # prompts of one record of the margins: a few minutes of one core
 FEW, FEW_TOKENS = 8, 24

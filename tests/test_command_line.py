@@ -20,7 +20,7 @@ from training import running
 
 from xtrain import generate, train
 from xtrain.command_line import exit_codes
-from xtrain.drift.command import main as drift_main
+from xtrain.drift.cli import main as drift_main
 from xtrain.explain.__main__ import main as explain_main
 from xtrain.training import console, session
 
@@ -44,7 +44,11 @@ COMMANDS = {
     "train": (lambda: train.main, "xtrain.training.session.train", ["--preset=tiny"]),
     "generate": (lambda: generate.main, "xtrain.generate.load_run", ["--run=r"]),
     "explain": (lambda: explain_main, "xtrain.subject.load", ["tiny"]),
-    "drift": (lambda: drift_main, "xtrain.drift.comparison.records.compare", ["compare", "a", "b"]),
+    "drift": (
+        lambda: drift_main,
+        "xtrain.drift.comparison.two_records.compare",
+        ["compare", "a", "b"],
+    ),
     "compare": (lambda: bench("compare").main, "bench.compare.resolve", []),
     "compare_hf": (lambda: bench("compare_hf").main, "bench.compare_hf.resolve", []),
     "report_ops": (lambda: bench("report_ops").main, "bench.report_ops.run", []),

@@ -168,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             config = saved.override(changes)
         watched: dict[str, Any] = {}
         if config.run.drift_every:
-            from xtrain.drift.recording.training import fingerprints_of
+            from xtrain.drift.recording.training_steps import fingerprints_of
 
             watched = {"watch": fingerprints_of}
         status.code = session.train(with_absolute_paths(config, Path.cwd()), run, **watched)

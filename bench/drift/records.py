@@ -25,11 +25,11 @@ from bench.train.variants import Setting
 from xtrain import compile as xtrain_compile
 from xtrain import drift
 from xtrain.drift import Comparison, compare
-from xtrain.drift.bisection.factors import run_child
-from xtrain.drift.comparison.margins import find_loop
-from xtrain.drift.comparison.report import as_text, context
-from xtrain.drift.recording.format import Record
-from xtrain.drift.recording.subject import draw_tokens, draw_weights
+from xtrain.drift.bisect import run_child
+from xtrain.drift.comparison.drift_report import as_text, context
+from xtrain.drift.comparison.flip import find_loop
+from xtrain.drift.recording.record_format import Record
+from xtrain.drift.recording.recorded_model import draw_tokens, draw_weights
 from xtrain.model import Transformer
 
 # --- eager against compiled -----------------------------------------------------------------------

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from xtrain.drift.recording.subject import Subject, draw_weights, hash_weights
+from xtrain.drift.recording.recorded_model import RecordedModel, draw_weights, hash_weights
 from xtrain.model import Config, Transformer
 
 
@@ -71,7 +71,7 @@ class Scale(nn.Module):
 
 
 def subject(model, vocab=16, max_length=None):
-    return Subject(model, {"kind": "test"}, vocab, max_length, weights=hash_weights(model))
+    return RecordedModel(model, {"kind": "test"}, vocab, max_length, weights=hash_weights(model))
 
 
 def prompts(*lists):

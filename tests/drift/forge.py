@@ -27,11 +27,10 @@ def redo_manifest(folder: Path) -> None:
 
 def edited(source: Path, target: Path, name: str, edit) -> Path:
     """Return a copy of a record in which edit(values) has changed a JSON file, manifest redone."""
-    shutil.rmtree(target, ignore_errors=True)
-    shutil.copytree(source, target)
+    copied(source, target)
     values = json.loads((target / name).read_text())
-    replacement = edit(values)
-    (target / name).write_text(json.dumps(values if replacement is None else replacement))
+    edit(values)
+    (target / name).write_text(json.dumps(values))
     redo_manifest(target)
     return target
 
@@ -57,6 +56,23 @@ def tensors_of(path: Path) -> tuple[dict, bytes]:
 def write_tensors(path: Path, header, data: bytes) -> None:
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def copied(source: Path, target: Path) -> Path:
+    """Return a copy of a record, in the place of another."""
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(source, target)
+    return target
+
+
+def with_tensors(source: Path, target: Path, name: str, edit) -> Path:
+    """Return a copy in which edit(header, data) -> data has changed tensors, manifest redone."""
+    copied(source, target)
+    header, data = tensors_of(target / name)
+    data = edit(header, data)
+    write_tensors(target / name, header, data)
+    redo_manifest(target)
+    return target
 
 
 # --- random damage -------------------------------------------------------------------------------

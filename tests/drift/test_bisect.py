@@ -12,19 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from xtrain.drift.bisection import command as packages
-from xtrain.drift.bisection import factors
-from xtrain.drift.bisection.factors import (
-    Factor,
-    Plan,
-    Run,
-    effects,
-    groups,
-    interactions,
-    run_child,
-)
-from xtrain.drift.bisection.ops import OpRow, picture
-from xtrain.drift.command import main
+from xtrain.drift import bisect, single_ops
+from xtrain.drift.bisect import Factor, Plan, Trial, effects, equal_sets, interactions, run_child
+from xtrain.drift.cli import main
+from xtrain.drift.single_ops import OpRow, picture
 
 SITE = """
 import os
@@ -67,56 +58,68 @@ def test_a_factor_that_another_takes_back(tmp_path, monkeypatch, capfd):
     assert "4 runs, 3 sets of equal bits" in text and "together they cancel" in text
 
 
-def plan_of(groups_of, *names):
-    """A plan whose runs have the groups that a function of the values gives."""
-    plan = Plan([Factor(name, ("0", "1")) for name in names])
-    settings = [plan.baseline, *(plan.changed(change) for change in plan.singles())]
-    for setting in settings:
-        plan.runs[setting] = _run(setting, groups_of)
-    for x, y in plan.pairs():
-        setting = plan.changed(x, y)
-        plan.runs[setting] = _run(setting, groups_of)
-    for setting in plan.everything():
-        plan.runs[setting] = _run(setting, groups_of)
+def plan_of(groups_of, *values):
+    """A plan with factors A, B, ... whose runs have the groups that a function of values gives."""
+    plan = Plan([Factor(name, tuple(some)) for name, some in zip("ABC", values, strict=False)])
+    for setting in plan.settings():
+        group = groups_of(*map(int, plan.named(setting).values()))
+        plan.runs[setting] = Trial(group=group, error="killed" if group is None else None)
     return plan
 
 
-def _run(setting, groups_of):
-    group = groups_of(*(int(value) for value in setting))
-    return Run(setting, group=group, error="killed by SIGILL" if group is None else None)
+CANCEL = "each changes the numbers, together they cancel"
+ALL = "no one and no pair has an effect, all have"
+NONE = "each changes the numbers, all together cancel"
 
 
-def test_what_only_acts_together_and_what_does_nothing():
-    plan = plan_of(lambda a, b, c: a & b, "A", "B", "C")
-    assert dict(effects(plan)) == dict.fromkeys("ABC", "no effect alone")
-    assert interactions(plan) == [("A=1 B=1", "neither has an effect alone, together they have")]
-    assert len(plan.runs) == plan.num_runs() == 1 + 3 + 3 + 1
-    assert groups(plan)[0][0] == plan.baseline and len(groups(plan)) == 2
+@pytest.mark.parametrize(
+    ("groups_of", "num_factors", "expected"),
+    [
+        (lambda a, b, c: a & b, 3, ("A=1 B=1", "neither has an effect alone, together they have")),
+        (lambda a, b: a * (1 + b), 2, ("A=1 B=1", "B=1 has an effect only where A=1")),
+        (lambda a, b: a & ~b, 2, ("A=1 B=1", "B=1 takes back what A=1 does")),
+        (lambda a, b: a + 2 * b, 2, None),  # independent of each other
+        (
+            lambda a, b, c: a & b & c,
+            3,
+            ("A=1 B=1 C=1", "no one and no pair has an effect, all have"),
+        ),
+        (
+            lambda a, b, c: (a + 2 * b + 4 * c) % 7,
+            3,
+            ("A=1 B=1 C=1", "each changes the numbers, all together cancel"),
+        ),
+        # A and B cancel, so that of all three C is left: a pair says it
+        (lambda a, b, c: (a ^ b) + 2 * c, 3, ("A=1 B=1", CANCEL)),
+    ],
+)
+def test_what_acts_or_cancels_only_together(groups_of, num_factors, expected):
+    plan = plan_of(groups_of, *["01"] * num_factors)
+    assert interactions(plan) == ([expected] if expected else [])
+    assert len(plan.runs) == (8 if num_factors == 3 else 4)
 
 
-def test_what_acts_only_beside_another_or_takes_it_back():
-    beside = plan_of(lambda a, b: a * (1 + b), "A", "B")
-    assert interactions(beside) == [("A=1 B=1", "B=1 has an effect only where A=1")]
-    back = plan_of(lambda a, b: a & ~b, "A", "B")
-    assert interactions(back) == [("A=1 B=1", "B=1 takes back what A=1 does")]
-    independent = plan_of(lambda a, b: a + 2 * b, "A", "B")
-    assert interactions(independent) == []
+def test_what_each_value_does():
+    nothing = plan_of(lambda a, b, c: a & b, "01", "01", "01")
+    assert dict(effects(nothing)) == dict.fromkeys("ABC", "no effect alone")
+    assert equal_sets(nothing)[0][0] == () and len(equal_sets(nothing)) == 2
+    independent = plan_of(lambda a, b: a + 2 * b, "01", "01")
     assert dict(effects(independent))["B"] == "changes the numbers at 1"
-
-
-def test_a_value_that_kills_its_process_is_a_result():
-    plan = plan_of(lambda a, b: None if a else b, "A", "B")
+    killed = plan_of(lambda a, b: None if a else b, "01", "01")
     words = "nothing could be compared: no result at 1"
-    assert effects(plan) == [("A", words), ("B", "changes the numbers at 1")]
-    assert [factor.name for factor in plan.not_compared()] == ["A"]
-    assert interactions(plan) == [] and len(plan.runs) == 3  # no pair with the dead one
+    assert effects(killed) == [("A", words), ("B", "changes the numbers at 1")]
+    assert killed.not_compared() == ["A"]
+    assert interactions(killed) == [] and len(killed.runs) == 3  # no pair with the dead one
+    beside = plan_of(lambda a: None if a == 1 else 0, "012")
+    assert effects(beside) == [("A", "no effect; no result at 1")] and beside.not_compared() == []
 
 
-def test_a_value_without_a_result_beside_one_that_has_it():
-    plan = plan_of(lambda a: None if a else 0, "A")
-    plan.factors = [Factor("A", ("0", "1", "2"))]
-    plan.runs["2",] = Run(("2",), group=0)
-    assert effects(plan) == [("A", "no effect; no result at 1")] and plan.not_compared() == []
+def test_all_at_once_leaves_out_what_cannot_run():
+    """Of a dead last value the last one that runs stands in; the run would say nothing else."""
+    plan = plan_of(lambda a, b, c: None if a == 2 else 0, "012", "01", "01")
+    assert plan.everything() == [(("A", "1"), ("B", "1"), ("C", "1"))]
+    plan.runs[("A", "1"),] = Trial(error="killed")
+    assert plan.everything() == []  # the pair of B and C is all that is left
 
 
 @pytest.mark.parametrize(("works", "code"), [(False, 4), (True, 0)], ids=str)
@@ -135,29 +138,6 @@ def test_the_exit_code_where_a_factor_has_nothing_to_compare(tmp_path, capfd, wo
     assert words.get("DRIFT_NOTHING", "no effect alone") == "no effect alone"
     expected = "no effect; " if works else "nothing could be compared: "
     assert words["python"] == f"{expected}no result at {broken}"
-
-
-def test_three_that_act_or_cancel_only_together():
-    together = plan_of(lambda a, b, c: a & b & c, "A", "B", "C")
-    assert dict(effects(together)) == dict.fromkeys("ABC", "no effect alone")
-    words = "no one and no pair has an effect, all have"
-    assert interactions(together) == [("A=1 B=1 C=1", words)]
-    cancel = plan_of(lambda a, b, c: (a + 2 * b + 4 * c) % 7, "A", "B", "C")
-    words = "each changes the numbers, all together cancel"
-    assert interactions(cancel) == [("A=1 B=1 C=1", words)]
-    # A and B cancel, so that of all three C is left: a pair says it
-    pair = plan_of(lambda a, b, c: (a ^ b) + 2 * c, "A", "B", "C")
-    assert interactions(pair) == [("A=1 B=1", "each changes the numbers, together they cancel")]
-
-
-def test_all_at_once_leaves_out_what_cannot_run():
-    """Of a dead last value the last one that runs stands in; the run would say nothing else."""
-    plan = Plan([Factor("A", ("0", "1", "2")), Factor("B", ("0", "1")), Factor("C", ("0", "1"))])
-    for setting in [plan.baseline, *(plan.changed(change) for change in plan.singles())]:
-        plan.runs[setting] = _run(setting, lambda a, b, c: None if a == 2 else 0)
-    assert plan.everything() == [("1", "1", "1")]
-    plan.runs["1", "0", "0"] = _run(("1", "0", "0"), lambda *_: None)
-    assert plan.everything() == []  # the pair of B and C is all that is left
 
 
 def script(path: Path, text: str) -> str:
@@ -183,7 +163,7 @@ def test_children(tmp_path, monkeypatch):
     environment = tmp_path / "venv" / "bin"
     environment.mkdir(parents=True)
     os.symlink(sys.executable, environment / "python")
-    assert factors.interpreter(str(tmp_path / "venv")) == str(environment / "python")
+    assert bisect.interpreter(str(tmp_path / "venv")) == str(environment / "python")
 
 
 def test_a_signal_of_one_value_in_the_whole_command(tmp_path, capfd):
@@ -205,44 +185,11 @@ def test_a_signal_of_one_value_in_the_whole_command(tmp_path, capfd):
     assert "the baseline has no result: killed by SIGILL" in capfd.readouterr().err
 
 
-MISTAKES = [
-    (["bisect", "tiny"], "at least one --factor"),
-    (["bisect", "tiny", "--factor=threads=1"], "a factor is NAME=VALUE,VALUE"),
-    (["bisect", "tiny", "--factor=threads=1,1"], "of different values, got 'threads=1,1'"),
-    (["bisect", "tiny", "--factor=treads=1,2"], "unknown factor 'treads'"),
-    (["bisect", "tiny", "--factor=compile=yes,no"], "compile is off or on"),
-    (["bisect", "tiny", "--factor=mode=eager,inductr"], "--mode must be one of eager, aot_eager"),
-    (["bisect", "tiny", "--factor=threads=1,x"], "--threads must be a whole number, got 'x'"),
-    (["bisect", "tiny", "--factor=threads=1,0"], "--threads must be at least 1, got 0"),
-    (["bisect", "tiny", "--factor=batch=1,-8"], "--batch must be at least 1, got -8"),
-    (["bisect", "tiny", "--factor=dtype=fp32,fp8"], "--dtype must be one of auto, fp32, bf16"),
-    (["bisect", "tiny", "--factor=decode=greedy,beam"], "--decode must be one of greedy, gen"),
-    (["bisect", "tiny", "--factor=device=cpu,gpu"], "--device must be cpu, cuda or cuda:N"),
-    (["bisect", "tiny", "--factor=pad-to=auto,-4"], "--pad-to must be at least 0, got -4"),
-    (["bisect", "tiny", "--factor=threads=1,2", "--tokens=-1"], "--tokens must be at least 0"),
-    (["bisect", "tiny", "--factor=python=/nowhere,/else"], "neither an interpreter nor a virtual"),
-    (["bisect", "tiny", "--factor=A=1,2", "--factor=A=3,4"], "the factor A is given twice"),
-    (["bisect", "tiny", "--packages", "--factor=A=1,2"], "--packages compares two Pythons"),
-    (["bisect", "tiny", "--max-runs=3", "--factor=A=1,2,3", "--factor=B=1,2"], "need 6 runs"),
-    (["ops"], "ops compares two settings"),
-    (["ops", "--factor=A=1,2,3"], "ops compares two settings"),
-    (["ops", "--factor=batch=1,8"], "ops runs no model, batch says nothing to it"),
-    (["ops", "--rows=0", "--factor=A=1,2"], "--rows must be at least 1, got 0"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "message"), MISTAKES, ids=lambda value: str(value)[:40])
-def test_mistakes_are_one_line_and_exit_code_5(capsys, arguments, message):
-    assert main(arguments) == 5
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and message in err
-
-
 # --- ops -----------------------------------------------------------------------------------------
 
 
 def test_the_inputs_are_integers_scaled_and_the_hashes_those_of_the_results():
-    from xtrain.drift.bisection.op_hashes import LENGTHS, OPS, draw, hashes
+    from xtrain.drift.single_ops import LENGTHS, draw, hashes, ops
 
     x = draw(3, 7)
     assert x.dtype == torch.float32 and torch.equal(x, draw(3, 7))
@@ -250,7 +197,7 @@ def test_the_inputs_are_integers_scaled_and_the_hashes_those_of_the_results():
     assert torch.equal(whole, whole.round()) and x.min() >= -2 and x.max() < 2
     assert draw(200, 200).double().mean().abs() < 5 * (4 / 12**0.5) / 200
     found = hashes(2, torch.float32, "cpu")
-    assert set(found) == set(OPS) and all(len(row) == len(LENGTHS) for row in found.values())
+    assert set(found) == set(ops()) and all(len(row) == len(LENGTHS) for row in found.values())
     assert all(all(row) for row in found.values())  # every op runs at every length
     half = hashes(2, torch.bfloat16, "cpu")
     assert half["mm"] != found["mm"]
@@ -271,8 +218,14 @@ def test_ops_of_two_instruction_sets(capfd, tmp_path):
     assert "softmax        .###" in text and "mm             ...." in text
 
 
-def test_ops_that_depend_on_the_number_of_threads(tmp_path):
+def test_ops_that_depend_on_the_number_of_threads(tmp_path, monkeypatch, capfd):
     """One sum and one query's keys are shared out among threads; rows of their own are not."""
+
+    def in_process(arguments, setting):  # a number of threads can be set in any
+        code = main([*arguments, *(f"--{name}={value}" for name, value in setting.items())])
+        return bisect.Result(code, capfd.readouterr().out, None)
+
+    monkeypatch.setattr(single_ops, "run_child", in_process)
     out = tmp_path / "ops.json"
     assert main(["ops", "--factor=threads=1,2", "--json", str(out)]) == 1
     moved = {row["op"] for row in json.loads(out.read_text()) if row["first"]}
@@ -307,7 +260,7 @@ def test_one_package_of_another_environment(tmp_path):
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     (site / "only_there.py").write_text("here = True\n")
-    here = packages.listing(sys.executable)
+    here = bisect.listing(sys.executable)
     assert here["version"] == list(sys.version_info[:2])
     assert (
         here["packages"]["numpy"][0] == np.__version__ and "numpy" in here["packages"]["numpy"][1]
@@ -315,13 +268,13 @@ def test_one_package_of_another_environment(tmp_path):
     there = {"version": here["version"], "site": str(site), "packages": {}}
     for name, version in (("safetensors", "9.9"), ("numpy", "8.8"), ("tabulate", "1.0")):
         there["packages"][name] = [version, [name, f"{name}-{version}.dist-info"]]
-    found = packages.differing(here, there)
+    found = bisect.differing(here, there)
     assert [(name, new) for name, _, new in found] == [("numpy", "8.8"), ("safetensors", "9.9")]
 
-    overlay = packages.make_overlay(tmp_path / "overlay", there, "safetensors")
+    overlay = bisect.make_overlay(tmp_path / "overlay", there, "safetensors")
     code = f"""
 import sys
-{packages.path_of(overlay, str(site))}
+{bisect.path_of(overlay, str(site))}
 import numpy, only_there, safetensors
 from importlib import metadata
 print(safetensors.__version__, metadata.version("safetensors"), numpy.__version__)

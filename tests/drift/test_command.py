@@ -12,14 +12,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from drift_models import Rowwise, decoder, gpt2, llama, next_up, prompts, subject, tokens
 from training import running
 
 from bench.drift.records import machines
-from xtrain.drift import DriftError, Record, compare
-from xtrain.drift.bisection.command import _record_arguments
-from xtrain.drift.bisection.factors import Plan, parse_all
-from xtrain.drift.command import build_parser, main
-from xtrain.drift.settings import check_use
+from xtrain import drift
+from xtrain.drift import Record, compare
+from xtrain.drift.bisect import Plan, _record_arguments, parse_all
+from xtrain.drift.cli import build_parser, main
+from xtrain.drift.recording.forwards import record_prompts
+from xtrain.drift.settings import Run, check_use
 
 
 def run(*arguments):
@@ -139,56 +141,141 @@ def test_a_hugging_face_folder(tmp_path):
     assert tuple(found.first_divergence) == ("transformer.h.1.mlp.c_fc", "aten.addmm")
 
 
-MISTAKES = [
-    (["compare", "nowhere.drift", "nowhere.drift"], "there is no record nowhere.drift"),
-    (["compare", "."], "the following arguments are required: B"),
-    (["compare", "nowhere", "x", "--jsn=y"], "unknown argument '--jsn=y'"),
-    (["compare", ".", "."], "manifest.json is missing"),
-    (["recrd"], "invalid choice: 'recrd'"),
-    ([], "arguments are required: COMMAND"),
-    (["record", "tiny"], "required: --out"),
-    (["record", "--out", "x", "tinny"], "'tinny' is no preset"),
-    (["record", "--out", "x", "tiny", "--tokens=-1"], "--tokens must be at least 0, got -1"),
-    (["record", "--out", "x", "tiny", "--tokens=lots"], "invalid int value: 'lots'"),
-    (["record", "--out", "x", "tiny", "--mode=fast"], "--mode must be one of eager, aot_eager"),
-    (["record", "--out", "x", "tiny", "--dtype=fp8"], "--dtype must be one of auto, fp32"),
-    (["record", "--out", "x", "tiny", "--decode=beam"], "decode must be one of greedy, generate"),
-    (["record", "--out", "x", "tiny", "--device=cuda:99"], "--device is cuda:99, but torch"),
-    (["record", "--out", "x", "tiny", "--prompts=none.txt"], "cannot read the prompts none.txt"),
-    (["record", "--out", "x", "tiny", "--prompts=text.txt"], "no tokenizer is known"),
-    (["record", "--out", "x", "tiny", "--prompts=bad.json"], "must hold a list of lists of ids"),
-    (["record", "--out", "x", "tiny", "--prompts=big.json"], "prompt 0 must be ids below 16"),
-    (["record", "--out", "x", "tiny", "--prompts=empty.json"], "empty.json holds no prompt"),
-    (["record", "--out", "x", "tiny", "--tokens=2000"], "exceeds the model's context of 1024"),
-    (["record", "--out", "x", "tiny", "--decode=sample", "--temperature=0"], "temperature must be"),
-    (["record", "--out", "x", "broken_hf"], "cannot load broken_hf as a causal language model"),
-    (["record", "--out", "taken", "tiny"], "taken exists; choose another name"),
-    (["record", "--out", "text.txt/x", "tiny"], "cannot write text.txt/x"),
-]
+def test_a_hugging_face_folder_with_a_tokenizer(tmp_path):
+    """Of fewer ids than the head has rows: what it does not know is none of the text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    llama().save_pretrained(tmp_path / "hf")
+    backend = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "b": 2}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.save(str(tmp_path / "hf" / "tokenizer.json"))
+    (tmp_path / "p.txt").write_text("a b\nb c a\n")
+    flags = ["--prompts", tmp_path / "p.txt", "--tokens=2", "--warm-up=0"]
+    assert run("record", "--out", tmp_path / "x", tmp_path / "hf", *flags) == 0
+    cases = Record(tmp_path / "x").cases
+    assert [case.prompt["tokens"] for case in cases] == [[1, 2], [2, 0, 1]]
+    chosen = [[step.tokens[0] for step in case.steps] for case in cases]
+    assert max(map(max, chosen)) > 2
+    assert [case.text for case in cases] == [backend.decode(ids) for ids in chosen]
 
 
-@pytest.mark.parametrize(("arguments", "message"), MISTAKES, ids=lambda value: str(value)[:40])
-def test_mistakes_are_one_line_and_exit_code_5(tmp_path, monkeypatch, capsys, arguments, message):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.txt").write_text("words\n")
-    (tmp_path / "bad.json").write_text('{"a": 1')
-    (tmp_path / "big.json").write_text("[[99]]")
-    (tmp_path / "empty.json").write_text("[]")
-    (tmp_path / "taken").mkdir()
-    (tmp_path / "broken_hf").mkdir()
-    (tmp_path / "broken_hf" / "config.json").write_text('{"model_type": "gpt2"}')
+# Also flags that would do nothing. Drawn prompts: 8 of 16 ids with 16 tokens chosen, so that the
+# longest forward has 16 + 15. What starts with a flag is of `record --out x tiny`.
+MISTAKES = """
+compare nowhere.drift nowhere.drift -> there is no record nowhere.drift
+compare . -> the following arguments are required: B
+compare nowhere x --jsn=y -> unknown argument '--jsn=y'
+compare . . -> manifest.json is missing
+recrd -> invalid choice: 'recrd'
+ -> arguments are required: COMMAND
+record tiny -> required: --out
+record --out x tinny -> 'tinny' is no preset
+--tokens=-1 -> --tokens must be at least 0, got -1
+--tokens=lots -> invalid int value: 'lots'
+--mode=fast -> --mode must be one of eager, aot_eager
+--dtype=fp8 -> --dtype must be one of auto, fp32
+--decode=beam -> decode must be one of greedy, generate
+--device=cuda:99 -> --device is cuda:99, but torch
+--prompts=none.txt -> cannot read the prompts none.txt
+--prompts=text.txt -> no tokenizer is known
+--prompts=bad.json -> must hold a list of lists of ids
+--prompts=big.json -> prompt 0 must be ids below 16
+--prompts=empty.json -> empty.json holds no prompt
+--tokens=2000 -> exceeds the model's context of 1024
+--decode=sample --temperature=0 -> temperature must be
+record --out x broken_hf -> cannot load broken_hf as a causal language model
+record --out taken tiny -> taken exists; choose another name
+record --out text.txt/x tiny -> cannot write text.txt/x
+--pad-to=1 -> --pad-to 1 cannot hold prompt 0: it has 16 tokens, the longest forward 31
+--pad-to=30 -> the longest forward 31; give at least that, or auto
+--pad-to=0 -> --pad-to 0 cannot hold prompt 0
+--pad-to=15 --tokens=0 -> it has 16 tokens, the longest forward 16
+--pad-to=15 --tokens=1 -> it has 16 tokens, the longest forward 16
+--pad-to=auto --decode=generate -> --pad-to auto does nothing with --decode generate
+--pad-to=64 --decode=generate -> --pad-to 64 does nothing with --decode generate
+--temperature=2 -> --temperature 2.0 does nothing with --decode greedy; leave it out, or
+--sample-seed=0 -> --sample-seed 0 does nothing with --decode greedy
+--sample-seed=1 --decode=generate -> or use --decode sample
+--op-steps=1 --mode=inductor -> --op-steps 1 does nothing with --mode inductor
+--tensors --op-steps=0 -> --tensors does nothing with --op-steps 0; leave it out
+--tensors --mode=inductor -> --tensors does nothing with --mode inductor
+--decode=greedy --tokens=0 -> --decode greedy does nothing with --tokens 0
+--op-steps=0 --tokens=0 -> --op-steps 0 does nothing with --tokens 0
+--num-prompts=3 --prompts=p.json -> --num-prompts 3 is for prompts that are drawn
+--prompt-length=3 --prompts=p.json -> these are --prompts p.json
+--runs=elsewhere -> tiny is a preset, whose name wins; elsewhere/tiny means the run
+record --out x small --num-prompts=3 -> these are the built-in texts; leave it out
+--threads=100000 -> --threads must be at most 1024, got 100000
+--prompts=none0.json -> none0.json must hold a list of lists of ids
+--prompts=none1.json -> none1.json must hold a list of lists of ids
+--prompts=none2.json -> none2.json must hold a list of lists of ids
+--prompts=none3.json -> none3.json must hold a list of lists of ids
+--prompts=none4.json -> none4.json must hold a list of lists of ids
+compare a.drift a.drift --html - -> --html needs the name of a file; --json alone
+bisect tiny -> at least one --factor
+bisect tiny --factor=threads=1 -> a factor is NAME=VALUE,VALUE
+bisect tiny --factor=threads=1,1 -> of different values, got 'threads=1,1'
+bisect tiny --factor=treads=1,2 -> unknown factor 'treads'
+bisect tiny --factor=compile=yes,no -> compile is off or on
+bisect tiny --factor=mode=eager,inductr -> --mode must be one of eager, aot_eager
+bisect tiny --factor=threads=1,x -> --threads must be a whole number, got 'x'
+bisect tiny --factor=threads=1,0 -> --threads must be at least 1, got 0
+bisect tiny --factor=batch=1,-8 -> --batch must be at least 1, got -8
+bisect tiny --factor=dtype=fp32,fp8 -> --dtype must be one of auto, fp32, bf16
+bisect tiny --factor=decode=greedy,beam -> --decode must be one of greedy, gen
+bisect tiny --factor=device=cpu,gpu -> --device must be cpu, cuda or cuda:N
+bisect tiny --factor=pad-to=auto,-4 -> --pad-to must be at least 0, got -4
+bisect tiny --factor=threads=1,2 --tokens=-1 -> --tokens must be at least 0
+bisect tiny --factor=python=/nowhere,/else -> neither an interpreter nor a virtual
+bisect tiny --factor=A=1,2 --factor=A=3,4 -> the factor A is given twice
+bisect tiny --packages --factor=A=1,2 -> --packages compares two Pythons
+bisect tiny --max-runs=3 --factor=A=1,2,3 --factor=B=1,2 -> need 6 runs
+ops -> ops compares two settings
+ops --factor=A=1,2,3 -> ops compares two settings
+ops --factor=batch=1,8 -> ops runs no model, batch says nothing to it
+ops --rows=0 --factor=A=1,2 -> --rows must be at least 1, got 0
+bisect tiny --factor=threads=1,100000 -> --threads must be at most 1024
+bisect tiny --temperature=2 --factor=threads=1,2 -> --temperature 2.0 does nothing
+bisect tiny --threads=4 --factor=threads=1,2 -> --threads 4 is none of the values of the fact
+bisect tiny --pad-to=9 --factor=pad-to=auto,32 -> --pad-to 9 is none of the values
+bisect tiny --mode=eager --factor=compile=off,on -> --mode eager is decided by the factor comp
+ops --dtype=fp16 --factor=dtype=fp32,bf16 -> --dtype fp16 is none of the values of the factor dtype
+""".strip().splitlines()
+# --prompts none0.json, ...
+NO_LISTS = ['{"a": 1}', "3", '"text"', "[1, 2]", '["text"]']
+
+
+@pytest.fixture(scope="module")
+def mistaken(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mistakes")
+    files = {"text.txt": "words\n", "bad.json": '{"a": 1', "big.json": "[[99]]", "empty.json": "[]"}
+    files |= {"p.json": "[[1, 2]]", "broken_hf/config.json": '{"model_type": "gpt2"}'}
+    files |= {f"none{number}.json": text for number, text in enumerate(NO_LISTS)}
+    for name in ("taken", "broken_hf"):
+        (folder / name).mkdir()
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("row", MISTAKES)
+def test_mistakes_are_one_line_and_exit_code_5(mistaken, monkeypatch, capsys, row):
+    line, _, message = row.partition(" -> ")
+    line = f"record --out x tiny {line}" if line.startswith("--") else line
+    monkeypatch.chdir(mistaken)
+    before = sorted(mistaken.iterdir())
     try:
-        code = main(arguments)
+        code = main(line.split())
     except SystemExit as error:
         code = error.code
     out, err = capsys.readouterr()
     assert code == 5 and out == ""
     assert err.startswith("error: ") and err.count("\n") == 1 and message in err
-    assert not (tmp_path / "x").exists() and not list(tmp_path.glob(".*tmp*"))
+    assert sorted(mistaken.iterdir()) == before
 
 
 def test_an_internal_error_is_no_verdict(records, monkeypatch, capsys, tmp_path):
-    from xtrain.drift.comparison import records as comparison
+    from xtrain.drift.comparison import two_records as comparison
 
     def fail(*_):
         raise KeyError("a bug")
@@ -203,7 +290,7 @@ def test_an_internal_error_is_no_verdict(records, monkeypatch, capsys, tmp_path)
 
 
 def test_help_needs_no_torch():
-    code = "import sys; sys.modules['torch'] = None; from xtrain.drift.command import main; main()"
+    code = "import sys; sys.modules['torch'] = None; from xtrain.drift.cli import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", code, "--help"], capture_output=True, text=True, check=True
     )
@@ -225,69 +312,9 @@ def test_bench_compares_eager_with_what_is_compiled(capsys):
         assert "12 places" in part
 
 
-def test_a_hugging_face_folder_in_bf16_keeps_its_tables(tmp_path):
-    import transformers
-
-    torch.manual_seed(0)
-    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, vocab_size=64)
-    config = transformers.LlamaConfig(**sizes, num_attention_heads=4)
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "hf")
-    flags = [tmp_path / "hf", "--tokens=1", "--num-prompts=1", "--prompt-length=4"]
-    for dtype in ("auto", "bf16"):
-        assert run("record", "--out", tmp_path / dtype, *flags, f"--dtype={dtype}") == 0
-    from xtrain.drift import compare
-
-    found = compare(tmp_path / "auto", tmp_path / "bf16")
-    assert found.reason is None  # the weights of the file, rounded
-    assert tuple(found.first_divergence) == ("model.embed_tokens", "aten.embedding")
-
-
-# --- flags that would do nothing -----------------------------------------------------------------
-
-
-RECORD = ["record", "--out", "x", "tiny"]
-WITHOUT_EFFECT = [
-    # 8 prompts of 16 ids with 16 tokens chosen: the longest forward has 16 + 15
-    (["--pad-to=1"], "--pad-to 1 cannot hold prompt 0: it has 16 tokens, the longest forward 31"),
-    (["--pad-to=30"], "the longest forward 31; give at least that, or auto"),
-    (["--pad-to=0"], "--pad-to 0 cannot hold prompt 0"),
-    (["--pad-to=15", "--tokens=0"], "it has 16 tokens, the longest forward 16"),
-    (["--pad-to=15", "--tokens=1"], "it has 16 tokens, the longest forward 16"),
-    (["--pad-to=auto", "--decode=generate"], "--pad-to auto does nothing with --decode generate"),
-    (["--pad-to=64", "--decode=generate"], "--pad-to 64 does nothing with --decode generate"),
-    (["--temperature=2"], "--temperature 2.0 does nothing with --decode greedy; leave it out, or"),
-    (["--sample-seed=0"], "--sample-seed 0 does nothing with --decode greedy"),
-    (["--sample-seed=1", "--decode=generate"], "or use --decode sample"),
-    (["--op-steps=1", "--mode=inductor"], "--op-steps 1 does nothing with --mode inductor"),
-    (["--tensors", "--op-steps=0"], "--tensors does nothing with --op-steps 0; leave it out"),
-    (["--tensors", "--mode=inductor"], "--tensors does nothing with --mode inductor"),
-    (["--decode=greedy", "--tokens=0"], "--decode greedy does nothing with --tokens 0"),
-    (["--op-steps=0", "--tokens=0"], "--op-steps 0 does nothing with --tokens 0"),
-    (["--num-prompts=3", "--prompts=p.json"], "--num-prompts 3 is for prompts that are drawn"),
-    (["--prompt-length=3", "--prompts=p.json"], "these are --prompts p.json"),
-    (["--runs=elsewhere"], "tiny is a preset, whose name wins; elsewhere/tiny means the run"),
-]
-
-
-@pytest.mark.parametrize(("flags", "message"), WITHOUT_EFFECT, ids=lambda value: str(value)[:40])
-def test_a_flag_without_effect_is_one_line(tmp_path, monkeypatch, capsys, flags, message):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "p.json").write_text("[[1, 2]]")
-    assert main([*RECORD, *flags]) == 5
-    out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and message in err
-    assert not (tmp_path / "x").exists()
-
-
-def test_prompts_of_a_tokenizer_are_not_drawn(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main(["record", "--out", "x", "small", "--num-prompts=3"]) == 5
-    assert "these are the built-in texts; leave it out" in capsys.readouterr().err
-
-
 def test_what_fits_exactly_is_no_mistake(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    shared = [*RECORD, "--num-prompts=2", "--overwrite", "--threads=1"]
+    shared = ["record", "--out", "x", "tiny", "--num-prompts=2", "--overwrite", "--threads=1"]
     for flags in (["--pad-to=18", "--tokens=3"], ["--pad-to=16", "--tokens=0"], ["--seed=3"]):
         assert main([*shared, *flags]) == 0
     assert Record("x").model["seed"] == 3 and Record("x").run["warm_up"] == 1
@@ -301,44 +328,23 @@ def plan_of(*arguments):
     return args, Plan(parse_all(args.factor))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--temperature=2", "--factor=threads=1,2"], "--temperature 2.0 does nothing"),
-        (["--threads=4", "--factor=threads=1,2"], "--threads 4 is none of the values of the fact"),
-        (["--pad-to=9", "--factor=pad-to=auto,32"], "--pad-to 9 is none of the values"),
-        (["--mode=eager", "--factor=compile=off,on"], "--mode eager is decided by the factor comp"),
-    ],
-    ids=lambda value: str(value)[:40],
-)
-def test_bisect_refuses_what_no_run_can_use(arguments, message):
-    args, plan = plan_of(*arguments)
-    with pytest.raises(DriftError, match=message):
-        check_use(args, plan.values)
-
-
 def test_bisect_hands_a_flag_to_the_runs_that_can_use_it():
     args, plan = plan_of(
         *("--temperature=2", "--tensors", "--threads=1", "--seed=0"),
         *("--factor=decode=greedy,sample", "--factor=compile=off,on", "--factor=threads=1,2"),
     )
     check_use(args, plan.values)
-    found = {
-        setting: _record_arguments(args, plan.named(setting))[2:]
-        for setting in (plan.baseline, ("sample", "on", "1"))
-    }
-    assert found[plan.baseline] == ["--seed=0", "--tensors", "--pad-to=auto"]
-    assert found["sample", "on", "1"] == ["--seed=0", "--temperature=2.0", "--pad-to=auto"]
+    baseline, other = plan.named(()), {"decode": "sample", "compile": "on", "threads": "1"}
+    found = _record_arguments(args, baseline)[2:]
+    assert found == ["--seed=0", "--tensors", "--pad-to=auto"]
+    found = _record_arguments(args, other)[2:]
+    assert found == ["--seed=0", "--temperature=2.0", "--pad-to=auto"]
 
 
 def test_generate_is_not_padded_beside_compiled_runs():
-    args, plan = plan_of("--factor=decode=greedy,generate", "--factor=mode=eager,aot_eager")
-    assert _record_arguments(args, plan.named(("generate", "eager"))) == ["record", "tiny"]
-
-
-def test_ops_refuses_a_flag_that_its_factor_overrides(capsys):
-    assert main(["ops", "--dtype=fp16", "--factor=dtype=fp32,bf16"]) == 5
-    assert "--dtype fp16 is none of the values of the factor dtype" in capsys.readouterr().err
+    args, _ = plan_of("--factor=decode=greedy,generate", "--factor=mode=eager,aot_eager")
+    named = {"decode": "generate", "mode": "eager"}
+    assert _record_arguments(args, named) == ["record", "tiny"]
 
 
 # --- packages that are missing, readers that leave -----------------------------------------------
@@ -437,7 +443,7 @@ def test_the_trained_run_on_two_machines(tmp_path, capfd):
     (tmp_path / "first.json").write_text("[[1, 2, 3], [4, 5, 6]]")
     (tmp_path / "second.json").write_text("[[7, 8]]")
     made = []
-    for out, prompts, *flags in (
+    for out, listed, *flags in (
         ("a_1", "second"),
         ("a_0", "first"),
         ("b_0", "first", "--dtype=bf16"),
@@ -445,7 +451,7 @@ def test_the_trained_run_on_two_machines(tmp_path, capfd):
     ):
         made.append(tmp_path / f"{out}.drift")
         arguments = ["record", "tiny", "--tokens=12", "--threads=1", f"--out={made[-1]}", *flags]
-        assert main([*arguments, f"--prompts={tmp_path}/{prompts}.json"]) == 0
+        assert main([*arguments, f"--prompts={tmp_path}/{listed}.json"]) == 0
     text = machines(tmp_path, made[2:], made[:2])
     row = [cell.strip() for cell in text.splitlines()[-1].split("|")]
     assert row[1].endswith("bf16") and row[2] == "embedding: aten.embedding" and row[3] == "3"
@@ -453,3 +459,151 @@ def test_the_trained_run_on_two_machines(tmp_path, capfd):
     comparisons = [compare(a, b) for a, b in ((made[1], made[2]), (made[0], made[3]))]
     shifts = [place.shift for c in comparisons for place in c.positions]
     assert row[4] == str(len(shifts)) and row[5] == f"{max(shifts):.3g}"
+
+
+# --- what a program may hand to xtrain.drift, by mistake or as a baseline for its tests -----------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        # -1 would count down for ever
+        ({"warm_up": -1}, "warm_up must be at least 0, got -1"),
+        ({"warm_up": 1.5}, "warm_up must be a whole number, got 1.5"),
+        ({"warm_up": "2"}, "warm_up must be a whole number, got '2'"),
+        ({"warm_up": True}, "warm_up must be a whole number, got True"),
+        ({"top_k": 0}, "top_k must be at least 1, got 0"),
+    ],
+)
+def test_what_no_setting_can_be(tmp_path, settings, message):
+    with pytest.raises(drift.DriftError, match=message):
+        drift.record(decoder(), tokens(), out=tmp_path / "x", **settings)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_no_decoding_can_be_and_what_is_no_module():
+    for name in ("op_steps", "sample_seed", "pad_to"):
+        with pytest.raises(drift.DriftError, match=f"{name} must be at least 0, got -1"):
+            record_prompts(subject(decoder()), prompts([1]), Run(**{name: -1}))
+    with pytest.raises(drift.DriftError, match="model must be a torch.nn.Module, got function"):
+        drift.record(lambda ids: ids, tokens())
+
+
+@pytest.mark.parametrize("mode", ["eager", "aot_eager", "inductor"])
+def test_a_compiled_model_is_not_watched_from_inside(mode):
+    """Dynamo would trace the watching itself, or compile what is compiled."""
+    import xtrain
+
+    for compiled in (
+        torch.compile(decoder(), backend="eager"),
+        xtrain.compile(decoder(), dropout=0.5, seed=0, backend="eager"),
+    ):
+        with pytest.raises(drift.DriftError, match=f"mode={mode} is for the plain model"):
+            drift.record(compiled, tokens(), mode=mode)
+
+
+def test_a_compiled_model_against_the_baseline_of_the_plain_one(tmp_path):
+    """It runs as it is: the logits count."""
+    drift.record(decoder(), tokens(), out=tmp_path / "base", tensors=True)
+    calls = []
+
+    def backend(graph, inputs):
+        calls.append(len(inputs))
+
+        def run(*arguments):
+            calls.append("run")
+            return graph(*arguments)
+
+        return run
+
+    found = drift.assert_no_drift(torch.compile(decoder(), backend=backend), tmp_path / "base")
+    assert "run" in calls and found.b.run["mode"] == "unobserved" and found.num_matched == 0
+    changed = decoder()
+    with torch.no_grad():
+        changed.blocks[1].attention.output.weight.mul_(2)
+    with pytest.raises(AssertionError, match="other weights: blocks.1.attention.output.weight"):
+        drift.assert_no_drift(torch.compile(changed, backend="eager"), tmp_path / "base")
+
+
+@pytest.mark.parametrize("make", [gpt2, llama])
+def test_a_checkpoint_that_lacks_weights_is_refused(tmp_path, capsys, make):
+    """transformers draws them at random, in each process others; a tied head is no such weight."""
+    from safetensors.torch import load_file, save_file
+
+    folder, flags = tmp_path / "model", ["--tokens=1", "--num-prompts=1", "--threads=1"]
+    make().save_pretrained(folder)
+    assert main(["record", "--out", str(tmp_path / "a"), str(folder), *flags]) == 0
+    weights = load_file(folder / "model.safetensors")
+    name = next(name for name in weights if "mlp" in name)
+    del weights[name]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    capsys.readouterr()
+    assert main(["record", "--out", str(tmp_path / "b"), str(folder), *flags]) == 5
+    assert f"its files lack 1 weight of the model: {name}" in capsys.readouterr().err
+    assert not (tmp_path / "b").exists()
+
+
+# --- assert_no_drift -----------------------------------------------------------------------------
+
+
+def test_a_model_that_stays_passes_and_one_that_moves_fails(tmp_path):
+    drift.record(decoder(), tokens(batch=2), out=tmp_path / "base.drift")
+    found = drift.assert_no_drift(decoder(), tmp_path / "base.drift")
+    assert found.exit_code == 0 and len(found.positions) == 18
+    model = decoder()
+    next_up(model.blocks[1].feed_forward.up.weight)
+    with pytest.raises(
+        AssertionError, match="first difference: aten.mm in blocks.1.feed_forward.up"
+    ):
+        drift.assert_no_drift(model, tmp_path / "base.drift", accept=2)
+
+
+class Noisy(Rowwise):
+    """The same weights, computed with an error: another environment."""
+
+    def __init__(self, noise):
+        super().__init__()
+        self.noise = noise
+
+    def forward(self, input_ids):
+        logits = super().forward(input_ids)
+        return logits * (1 + self.noise) if self.noise else logits
+
+
+def test_what_is_accepted(tmp_path):
+    drift.record(Noisy(0.0), tokens(), out=tmp_path / "base.drift")
+    drift.assert_no_drift(Noisy(1e-6), tmp_path / "base.drift", accept=1)
+    with pytest.raises(AssertionError, match="verdict 1: the numbers differ, no token can flip"):
+        drift.assert_no_drift(Noisy(1e-6), tmp_path / "base.drift")
+    with pytest.raises(AssertionError, match="verdict 3: the tokens differ"):
+        drift.assert_no_drift(Noisy(-2.0), tmp_path / "base.drift", accept=2)
+    with pytest.raises(ValueError, match="accept must be 0, 1 or 2, got 3"):
+        drift.assert_no_drift(Noisy(0.0), tmp_path / "base.drift", accept=3)
+    with pytest.raises(drift.DriftError, match="there is no record"):
+        drift.assert_no_drift(Noisy(0.0), tmp_path / "other.drift")
+
+
+def test_a_baseline_of_decoded_prompts(tmp_path):
+    model = Rowwise()
+    settings = Run(num_tokens=3, batch_size=2)
+    lists = prompts([1, 2, 3], [4])
+    record_prompts(subject(model), lists, settings, out=tmp_path / "base.drift")
+    assert drift.assert_no_drift(Rowwise(), tmp_path / "base.drift").exit_code == 0
+    other = Rowwise()
+    with torch.no_grad():
+        other.head.mul_(-1)
+    with pytest.raises(AssertionError, match="not comparable: other weights: head"):
+        drift.assert_no_drift(other, tmp_path / "base.drift")
+
+
+def test_the_page_s_example_as_it_stands(tmp_path, monkeypatch):
+    """What a reader pastes: the comparison at its end is that of the model with itself."""
+    text = (Path(__file__).resolve().parents[2] / "docs" / "drift.md").read_text()
+    code = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
+    monkeypatch.chdir(tmp_path)
+    model, x = decoder(), tokens(2)
+    drift.record(model, x, out="tests/baseline.drift")
+    names = {"torch": torch, "model": model, "tokens": x, "vector": torch.ones(48)}
+    exec(code, names)
+    assert names["comparison"].exit_code == 0 and len(names["comparison"].positions) == x.numel()
+    assert names["linear"].cases[0].steps[0].logits()[0].shape == (1, 440)

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from xtrain.drift import DriftError, compare, record
-from xtrain.drift.comparison.report import as_text
-from xtrain.drift.recording.subject import draw_weights
+from xtrain.drift.comparison.drift_report import as_text
+from xtrain.drift.recording.recorded_model import draw_weights
 
 VOCAB, DIM, HEADS = 32, 16, 4
 

@@ -11,13 +11,26 @@ import numpy as np
 import pytest
 import torch
 import xxhash
-from drift_models import Rowwise, decoder, gpt2, llama, prompts, subject, tokens
+from drift_models import (
+    Gate,
+    Rowwise,
+    Scale,
+    decoder,
+    gpt2,
+    llama,
+    next_up,
+    prompts,
+    subject,
+    tokens,
+)
 from torch import nn
 
 from xtrain.drift import DriftError, Record, compare, record
-from xtrain.drift.comparison.report import as_json, as_text
-from xtrain.drift.recording.recorder import record_prompts
-from xtrain.drift.recording.subject import derived_buffers
+from xtrain.drift.cli import main
+from xtrain.drift.comparison.drift_report import as_json, as_text
+from xtrain.drift.recording.forwards import record_prompts
+from xtrain.drift.recording.observe import Runner, find_blocks
+from xtrain.drift.recording.recorded_model import derived_buffers, draw_weights
 from xtrain.drift.recording.tensors import to_float64
 from xtrain.drift.settings import Run
 
@@ -104,22 +117,6 @@ def test_in_place_ops_are_recorded_and_fresh_memory_is_not():
         np.testing.assert_array_equal(step.value(index)[0], expected)
 
 
-def test_the_record_of_a_row_does_not_depend_on_the_batch(tmp_path):
-    """The rows of this model cannot feel each other; its record must say the same."""
-    model, lists = Rowwise(), [[1, 2, 3], [4, 5, 6, 7, 8], [9], [10, 11, 12]]
-    alone = record_prompts(subject(model), prompts(*lists), Run(num_tokens=3))
-    for settings in (
-        Run(num_tokens=3, batch_size=2),
-        Run(num_tokens=3, batch_size=4),
-        Run(num_tokens=3, batch_size=3, pad_to=11),  # the last batch is filled up
-    ):
-        together = record_prompts(subject(model), prompts(*lists), settings)
-        found = compare(alone, together)
-        assert found.exit_code == 0 and found.first_divergence is None, settings
-        assert not found.unmatched and found.num_matched > 100
-        assert {change.name for change in found.changes} <= {"run.batch_size", "run.pad_to"}
-
-
 def test_a_model_that_mixes_its_rows_is_caught():
     class Mixing(Rowwise):
         def forward(self, input_ids):
@@ -195,44 +192,37 @@ def test_tensors_of_ops_that_nobody_sees_are_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_an_observer_effect_is_said():
-    from xtrain.drift.recording.observe import Runner
+class Shy(Rowwise):
+    """Has a faster path where nobody watches, as some of torch's own modules do."""
 
+    def __init__(self, watched, alone=0.0):
+        super().__init__()
+        self.watched, self.alone = watched, alone
+
+    def forward(self, input_ids):
+        moved = self.watched if self.layers[0]._forward_hooks else self.alone
+        return super().forward(input_ids) + moved
+
+
+@pytest.mark.parametrize("number", [0.5, torch.nan, torch.inf])
+def test_an_observer_effect_is_said(number):
+    found = record(Shy(number), tokens(), warm_up=1)
+    size = number if number == 0.5 else float("inf")
+    effect = {"differs": True, "max_abs": pytest.approx(size)}
+    assert found.contents["observer_effect"] == effect
+    result = compare(found, found)
+    assert f"observer effect in A: watched, the logits move by {size:g}" in as_text(result)
+    json.dumps(as_json(result), allow_nan=False)
+    both = record(Shy(number, number), tokens(), warm_up=1)
+    assert both.contents["observer_effect"]["differs"] is False
+
+
+def test_the_largest_observer_effect_counts():
     runner = Runner(decoder(), "aot_eager")
     assert runner.observer_effect == {"differs": False, "max_abs": 0.0}
     runner.note_effect(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.25]))
     runner.note_effect(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.125]))
     assert runner.observer_effect == {"differs": True, "max_abs": 0.25}
-
-    class Shy(Rowwise):
-        """Has a faster path where nobody watches, as some of torch's own modules do."""
-
-        def forward(self, input_ids):
-            return super().forward(input_ids) + (0.5 if self.layers[0]._forward_hooks else 0.0)
-
-    found = record(Shy(), tokens(), warm_up=1)
-    assert found.contents["observer_effect"] == {"differs": True, "max_abs": pytest.approx(0.5)}
-    assert "observer effect in A: watched, the logits move by 0.5" in as_text(compare(found, found))
-    assert record(Rowwise(), tokens(), warm_up=1).contents["observer_effect"]["differs"] is False
-
-
-@pytest.mark.parametrize("number", [torch.nan, torch.inf])
-def test_an_observer_effect_that_is_not_finite_is_one(number):
-    class Breaking(Rowwise):
-        def forward(self, input_ids):
-            return super().forward(input_ids) + (number if self.layers[0]._forward_hooks else 0.0)
-
-    found = record(Breaking(), tokens(), warm_up=1)
-    assert found.contents["observer_effect"] == {"differs": True, "max_abs": float("inf")}
-    result = compare(found, found)
-    assert "the logits move by inf" in as_text(result)
-    json.dumps(as_json(result), allow_nan=False)
-
-    class Both(Rowwise):
-        def forward(self, input_ids):
-            return super().forward(input_ids) + number
-
-    assert record(Both(), tokens(), warm_up=1).contents["observer_effect"]["differs"] is False
 
 
 def test_a_graph_break_is_one_line():
@@ -406,3 +396,193 @@ def test_recording_costs_less_than_three_forwards():
         forward = min(cost(lambda: model(x)) for _ in range(3))
     recorded = min(cost(lambda: record(model, x)) for _ in range(3))
     assert recorded <= 3 * forward, f"{recorded:.3f} s against {forward:.3f} s"
+
+
+# --- three ways to continue a prompt: whose tokens they are, and how many -------------------------
+
+
+def test_greedy_is_the_models_own_generate():
+    """Without a cache and with it, the tokens of a small model are those of generate()."""
+    for model in (llama(), gpt2()):
+        lists = prompts([1, 2, 3], [7, 8, 9], [5])
+        ids = torch.tensor([[1, 2, 3]])
+        expected = model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None)
+        own = record_prompts(subject(model, 64), lists, Run(num_tokens=6))
+        theirs = record_prompts(
+            subject(model, 64), lists, Run(num_tokens=6, decode="generate", batch_size=2)
+        )
+        for found in (own, theirs):
+            assert [step.tokens[0] for step in found.cases[0].steps] == expected[0, 3:].tolist()
+        result = compare(own, theirs)
+        assert result.exit_code in (0, 1) and result.max_shift < 1e-5
+        assert len(result.positions) == 18
+        assert [p.position for p in result.positions[:6]] == [2, 3, 4, 5, 6, 7]
+
+
+def test_sampling_is_drawn_by_its_seed_alone():
+    model = Rowwise()
+    settings = Run(num_tokens=12, decode="sample", sample_seed=3)
+    torch.manual_seed(1)
+    first = record_prompts(subject(model), prompts([1], [1]), settings)
+    torch.manual_seed(2)
+    again = record_prompts(subject(model), prompts([1], [1]), settings)
+    texts = [[s.tokens[0] for s in case.steps] for case in (*first.cases, *again.cases)]
+    assert texts[:2] == texts[2:] and texts[0] != texts[1]  # a prompt's own draws
+    other = Run(num_tokens=12, decode="sample", sample_seed=4)
+    assert compare(first, record_prompts(subject(model), prompts([1], [1]), other)).exit_code == 4
+
+
+@pytest.mark.parametrize("decode", ["greedy", "generate"])
+def test_ops_are_recorded_of_as_many_steps_as_were_asked_for(decode):
+    settings = Run(num_tokens=4, decode=decode, op_steps=2)
+    found = record_prompts(subject(gpt2(), 64), prompts([1, 2, 3]), settings)
+    counts = [len(step.keys()) for step in found.steps()]
+    assert counts[0] > 20 and counts[1] > 20 and counts[2:] == [0, 0]
+    assert [len(step.keys("blocks")) for step in found.steps()] == [2] * 4
+
+
+def test_sampled_tokens_have_the_frequencies_of_softmax():
+    class Fixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(torch.tensor([0.0, 1.0, 2.0]))
+
+        def forward(self, input_ids):
+            return self.table.expand(*input_ids.shape, 3)
+
+    settings = Run(num_tokens=40, decode="sample", temperature=2.0, op_steps=0)
+    found = record_prompts(subject(Fixed(), 3), prompts(*[[0]] * 40), settings)
+    drawn = np.array([step.tokens[0] for step in found.steps()])
+    expected = np.exp([0, 0.5, 1]) / np.exp([0, 0.5, 1]).sum()
+    rate = np.bincount(drawn, minlength=3) / drawn.size
+    assert (np.abs(rate - expected) <= 5 * np.sqrt(expected * (1 - expected) / drawn.size)).all()
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_generate_goes_on_behind_the_end_of_a_text(tmp_path, batch):
+    """Every record of a prompt has as many steps as were asked for, whatever the model says.
+
+    The expected tokens are those of a greedy loop written out; the first prompt meets the end id
+    before the last step, in a model whose generation_config and config both name it.
+    """
+    model = gpt2()
+    lists = [[1, 2, 3], [7, 8, 9], [4, 5]]
+    expected = [greedy_loop(model, ids, 8) for ids in lists]
+    end = expected[0][2]
+    model.generation_config.eos_token_id = model.config.eos_token_id = end
+    model.save_pretrained(tmp_path / "hf")
+    (tmp_path / "p.json").write_text(str(lists))
+    flags = ["--prompts", tmp_path / "p.json", "--tokens=8", "--decode=generate"]
+    outs = [tmp_path / f"{name}.drift" for name in "ab"]
+    for out in outs:
+        command = ["record", "--out", out, tmp_path / "hf", *flags, f"--batch={batch}"]
+        assert main([str(word) for word in command]) == 0
+    found = compare(*outs)
+    assert found.exit_code == 0
+    assert [[step.tokens[0] for step in case.steps] for case in found.a.cases] == expected
+    assert main(["compare", *map(str, outs)]) == 0
+
+
+def greedy_loop(model, ids, count):
+    ids = list(ids)
+    with torch.no_grad():
+        for _ in range(count):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[-count:]
+
+
+# --- which modules are the layers: of mixed kinds, of several stacks, run twice or not at all -----
+
+
+class Other(nn.Module):
+    """A layer of another kind than Gate."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.inner = Scale(dim)
+
+    def forward(self, x):
+        return x - self.inner(x).tanh()
+
+
+class Two(Gate):
+    """A layer of two matrices."""
+
+    def __init__(self, dim):
+        super().__init__(dim)
+        self.second = Scale(dim)
+
+
+class Stack(nn.Module):
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Model(nn.Module):
+    """Stacks called one after the other as `order` says."""
+
+    def __init__(self, order=("first", "second"), **stacks):
+        super().__init__()
+        self.order = order
+        self.embedding = nn.Embedding(16, 8)
+        for name, stack in stacks.items():
+            setattr(self, name, stack)
+        self.head = nn.Linear(8, 16, bias=False)
+        draw_weights(self, 1)
+
+    def forward(self, input_ids):
+        x = self.embedding(input_ids) * 50
+        for name in self.order:
+            x = getattr(self, name)(x)
+        return self.head(x)
+
+
+def test_layers_of_mixed_kinds():
+    model = Model(("stack",), stack=Stack(Gate(8), Other(8), Gate(8)))
+    assert list(find_blocks(model)) == [f"stack.layers.{n}" for n in range(3)]
+    # stages of a whole are no layers, nor are lists of what has no parts
+    model = Model(("stack",), stack=nn.Sequential(Stack(Two(8), Two(8)), Other(8)))
+    model.norms = nn.ModuleList([nn.LayerNorm(8), nn.Linear(8, 8)])
+    assert list(find_blocks(model)) == ["stack.0.layers.0", "stack.0.layers.1"]
+
+
+ORDERS = {
+    "f0 f1 s0": ("first", "second"),
+    "s0 f0 f1": ("second", "first"),
+    "s0": ("second",),
+    "f0 f1 s0 f0 f1": ("first", "second", "first"),
+}
+
+
+@pytest.mark.parametrize(
+    ("mode", "ran"),
+    [
+        *(("eager", ran) for ran in ORDERS),
+        ("aot_eager", "s0 f0 f1"),  # both compiled modes have block outputs by the same means
+        ("aot_eager", "s0"),
+        ("inductor", "f0 f1 s0 f0 f1"),
+    ],
+)
+def test_stacks_in_any_order_run_twice_or_not_at_all(mode, ran):
+    names = {"f0": "first.layers.0", "f1": "first.layers.1", "s0": "second.layers.0"}
+
+    def model():
+        return Model(ORDERS[ran], first=Stack(Gate(8), Gate(8)), second=Stack(Other(8)))
+
+    one, other = model(), model()
+    assert list(find_blocks(one)) == list(names.values())
+    next_up(other.second.layers[0].inner.weight)
+    records = [record(m, tokens(), mode=mode) for m in (one, other)]
+    keys = [key.path for key in records[0].cases[0].steps[0].keys("blocks")]
+    assert keys == [names[word] for word in ran.split()]
+    found = compare(*records)
+    moved = {layer.path for layer in found.growth if layer.max_abs > 0}
+    behind = ran.split()[ran.split().index("s0") :]
+    assert moved == {names[word] for word in behind}
+    assert {g.path for g in found.growth if g.num_compared} == {names[w] for w in ran.split()}

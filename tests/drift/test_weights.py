@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import numpy as np
 import pytest
 import torch
 import xxhash
-from drift_models import Rowwise, decoder, gpt2, tokens
+from drift_models import Rowwise, decoder, llama, tokens
 from forge import edited, put
 
 from xtrain.drift import compare, record
-from xtrain.drift.command import main
-from xtrain.drift.recording.subject import hash_weights
+from xtrain.drift.cli import main
+from xtrain.drift.recording.recorded_model import hash_weights
 
 NAME = "blocks.1.feed_forward.up.weight"
 PAIRS = [("float32", "bfloat16"), ("float32", "float16"), ("float64", "float32")]
@@ -179,24 +180,28 @@ def test_edited_hashes_of_rounded_weights(tmp_path, capsys):
 
 
 def test_a_hugging_face_folder_in_each_dtype(tmp_path, capsys):
-    """Its fp32 numbers are behind bf16 and fp16 both; a folder with one other number is told."""
-    folder, other = tmp_path / "gpt2", tmp_path / "other"
-    model = gpt2()
-    model.save_pretrained(folder)
+    """Its fp32 numbers are behind bf16 and fp16 both; a folder with one other number is told.
+
+    Cast by the library, which keeps the tables of frequencies in fp32.
+    """
+    model = llama()
+    model.save_pretrained(tmp_path / "llama")
     with torch.no_grad():
-        a_little_larger(model.transformer.h[1].mlp.c_fc.weight.view(-1))
-    model.save_pretrained(other)
-    flags = ["--tokens=1", "--num-prompts=1", "--threads=1", "--warm-up=0", "--op-steps=0"]
-    for source in (folder, other):
-        for dtype in ("fp32", "bf16", "fp16"):
-            out = tmp_path / f"{source.name}_{dtype}"
-            assert main(["record", "--out", str(out), str(source), *flags, "--dtype", dtype]) == 0
-    capsys.readouterr()
-    for one in ("fp32", "bf16", "fp16"):
-        for two in ("fp32", "bf16", "fp16"):
-            same = compare(tmp_path / f"gpt2_{one}", tmp_path / f"gpt2_{two}")
-            assert same.reason is None and (same.exit_code == 0) == (one == two)
-            found = compare(tmp_path / f"gpt2_{one}", tmp_path / f"other_{two}")
-            assert found.exit_code == 4, (one, two)
-    written = json.loads((tmp_path / "gpt2_bf16" / "record.json").read_text())
+        a_little_larger(model.model.layers[1].mlp.up_proj.weight.view(-1))
+    model.save_pretrained(tmp_path / "other")
+    flags = ["--tokens=1", "--num-prompts=1", "--threads=1", "--warm-up=0"]
+    dtypes = ("fp32", "bf16", "fp16")
+    for source in ("llama", "other"):
+        for dtype in dtypes:
+            out = str(tmp_path / f"{source}_{dtype}")
+            source_flags = [str(tmp_path / source), *flags, "--dtype", dtype]
+            assert main(["record", "--out", out, *source_flags]) == 0
+    for one, two in itertools.product(dtypes, dtypes):
+        same = compare(tmp_path / f"llama_{one}", tmp_path / f"llama_{two}")
+        assert same.reason is None and (same.exit_code == 0) == (one == two)
+        if one != two:
+            assert tuple(same.first_divergence) == ("model.embed_tokens", "aten.embedding")
+        found = compare(tmp_path / f"llama_{one}", tmp_path / f"other_{two}")
+        assert found.exit_code == 4, (one, two)
+    written = json.loads((tmp_path / "llama_bf16" / "record.json").read_text())
     assert len(written["model"]["checkpoint"]) == 32

@@ -19,16 +19,16 @@ import torch
 from drift_models import Rowwise, decoder, prompts, subject, tokens
 
 from xtrain import drift
-from xtrain.drift.command import main
+from xtrain.drift.cli import main
 from xtrain.drift.recording import tensors as storage
-from xtrain.drift.recording.recorder import record_prompts
+from xtrain.drift.recording.forwards import record_prompts
 from xtrain.drift.recording.writing import RecordWriter
 from xtrain.drift.settings import Run
 
 LONG = ["tiny", "--tokens=100", "--num-prompts=500", "--threads=1", "--prompt-length=8"]
 # children are forked from a process that has imported torch once
 FORKED = multiprocessing.get_context("forkserver")
-FORKED.set_forkserver_preload(["xtrain.drift.recording.recorder"])
+FORKED.set_forkserver_preload(["xtrain.drift.recording.forwards"])
 
 
 def run(arguments, said, ignored):
@@ -209,7 +209,7 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_tensor(tmp_path):
 
 CODE = """
 import resource, sys
-from xtrain.drift.command import main
+from xtrain.drift.cli import main
 code = main(["record", "--out", *sys.argv[1:]])
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
 sys.exit(code)

@@ -7,11 +7,13 @@
 docs/drift.md says what a record holds and what the verdicts mean. Reading and comparing need
 NumPy and xxhash, no torch.
 
-settings     how a model is run, checked: flags, the record's "run"
-command      python -m xtrain.drift: record, compare, bisect, ops
+settings     how a model is run, checked: flags, the record's "run"; DriftError
+cli          python -m xtrain.drift: record, compare, bisect, ops
+testing      assert_no_drift
 recording/   a record being made, and its format
 comparison/  two records, or two training runs, compared
-bisection/   runs of many settings, each in its own process
+bisect       which setting moves the numbers: runs of `record`, each in its own process
+single_ops   ops: each op alone under two settings, as a picture
 """
 
 from __future__ import annotations
@@ -20,35 +22,27 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from xtrain.drift.comparison.flip import FlipVerdict, flip_verdict
-    from xtrain.drift.comparison.records import Comparison, compare
-    from xtrain.drift.errors import DriftError
-    from xtrain.drift.recording.format import Record
-    from xtrain.drift.recording.recorder import record
-    from xtrain.drift.testing import assert_no_drift
+    from xtrain.drift.comparison.flip import FlipVerdict as FlipVerdict
+    from xtrain.drift.comparison.flip import flip_verdict as flip_verdict
+    from xtrain.drift.comparison.two_records import Comparison as Comparison
+    from xtrain.drift.comparison.two_records import compare as compare
+    from xtrain.drift.recording.forwards import record as record
+    from xtrain.drift.recording.record_format import Record as Record
+    from xtrain.drift.settings import DriftError as DriftError
+    from xtrain.drift.testing import assert_no_drift as assert_no_drift
 
 # public name -> the module that defines it
 _LAZY = {
-    "Comparison": "comparison.records",
-    "DriftError": "errors",
+    "Comparison": "comparison.two_records",
+    "DriftError": "settings",
     "FlipVerdict": "comparison.flip",
-    "Record": "recording.format",
+    "Record": "recording.record_format",
     "assert_no_drift": "testing",
-    "compare": "comparison.records",
+    "compare": "comparison.two_records",
     "flip_verdict": "comparison.flip",
-    "record": "recording.recorder",
+    "record": "recording.forwards",
 }
-
-__all__ = [
-    "Comparison",
-    "DriftError",
-    "FlipVerdict",
-    "Record",
-    "assert_no_drift",
-    "compare",
-    "flip_verdict",
-    "record",
-]
+__all__ = list(_LAZY)
 
 
 def __getattr__(name: str) -> Any:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 
-from xtrain.drift.errors import BAD_INPUT, missing_package
+from xtrain.drift.settings import BAD_INPUT, missing_package
 
 
 def run() -> int:
     """Return the exit code; where NumPy is missing as well, Python's own 1 would be a verdict."""
     try:
-        from xtrain.drift.command import main
+        from xtrain.drift.cli import main
     except ModuleNotFoundError as error:
         print(f"error: {missing_package(error)}", file=sys.stderr)
         return BAD_INPUT

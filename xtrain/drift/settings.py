@@ -5,6 +5,7 @@ itself beside its range (see xtrain.settings):
 
     factor      bisect may be given several values of it
     moves       False: no number depends on it, and compare does not name it
+    layout      it decides which prompts are computed together, and with which padding
     only_with   (flag, values): under other values of that flag it does nothing, and is refused
     of_tokens   the same where no token is chosen;  of_drawn: where no prompt is drawn
     later       records of this version from before it lack it; they were made with its default
@@ -16,10 +17,27 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from xtrain.drift.errors import DriftError
-from xtrain.settings import ConfigError, Flag, Settings, flags, option
+from xtrain.settings import Flag, Settings, flags, option
+
+BAD_INPUT = 5  # an exit code that is no verdict
+
+
+class DriftError(ValueError):
+    """A record, a model, a flag or a file that cannot be used: exit code 5.
+
+    The message is one line that says what to do.
+    """
+
+
+def missing_package(error: ModuleNotFoundError) -> str:
+    """Return what to do about an import that failed. Raises: the error, for a module of ours."""
+    package = (error.name or "").partition(".")[0]
+    if package in ("", "xtrain"):
+        raise error
+    return f"this needs the package {package}; install it"
+
 
 UNSEEN = ("inductor", "unobserved")  # the modes in which no op's result is seen
 MODES = ("eager", "aot_eager", *UNSEEN)
@@ -48,7 +66,7 @@ class Run(Settings):
     )
     device: str = option("cpu", "cpu, cuda or cuda:N", flag={"pattern": DEVICE}, factor=True)
     batch_size: int = option(
-        1, "prompts of a forward", at_least=1, flag={"name": "batch"}, factor=True
+        1, "prompts of a forward", at_least=1, flag={"name": "batch"}, factor=True, layout=True
     )
     pad_to: int | None = option(
         None,
@@ -56,6 +74,7 @@ class Run(Settings):
         at_least=0,
         flag={"metavar": "T", "words": ("auto",), "shown": "none"},
         factor=True,
+        layout=True,
         only_with=("decode", ("greedy", "sample")),  # generate() makes its own inputs
     )
     decode: str | None = option(  # None: one forward, all positions
@@ -63,6 +82,7 @@ class Run(Settings):
         "greedy, generate (the model's own) or sample",
         choices=DECODERS,
         factor=True,
+        layout=True,
         of_tokens=True,
     )
     num_tokens: int = option(
@@ -126,27 +146,23 @@ class Source(Settings):
     )
 
 
+ABOUT = {item.name: item.metadata for item in fields(Run)}
+MOVES_NOTHING = {name for name, about in ABOUT.items() if not about.get("moves", True)}
+LAYOUT = tuple(name for name, about in ABOUT.items() if about.get("layout"))
+DRAWING = tuple(name for name, about in ABOUT.items() if SAMPLED.items() <= about.items())
 RUN_FLAGS = flags(Run)
 FLAGS = flags(Source) | RUN_FLAGS
 FACTORS = tuple(name for name, flag in FLAGS.items() if flag.about.get("factor"))
 
 
-def check_flag(flag: Flag, value: object) -> None:
-    """Raise DriftError for a value that a flag cannot have; text stands for a number."""
-    try:
-        flag.check(value)
-    except ConfigError as error:
-        raise DriftError(str(error)) from None
-
-
 def fill(args: argparse.Namespace, known: Mapping[str, Flag] = FLAGS) -> argparse.Namespace:
     """Return the flags with the default of each that was not given, all checked.
 
-    Raises: DriftError for the first one whose value no model could make right.
+    Raises: ConfigError for the first one whose value no model could make right.
     """
     for flag in known.values():
         if flag.was_given(args):
-            check_flag(flag, getattr(args, flag.dest))
+            flag.check(getattr(args, flag.dest))
     return argparse.Namespace(**vars(args) | {f.dest: f.value(args) for f in known.values()})
 
 

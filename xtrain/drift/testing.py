@@ -7,10 +7,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xtrain.drift.comparison.records import IDENTICAL, TOKENS_DIFFER, Comparison, compare
-from xtrain.drift.errors import DriftError
-from xtrain.drift.recording.format import Record
-from xtrain.drift.settings import Run
+from xtrain.drift.comparison.drift_report import as_text
+from xtrain.drift.comparison.two_records import IDENTICAL, TOKENS_DIFFER, Comparison, compare
+from xtrain.drift.recording.record_format import Record
+from xtrain.drift.settings import DriftError, Run
 
 if TYPE_CHECKING:
     from torch import nn
@@ -40,8 +40,6 @@ def assert_no_drift(
     baseline = Record(baseline_folder)
     comparison = compare(baseline, _replay(model, baseline, inputs))
     if comparison.exit_code > accept:
-        from xtrain.drift.comparison.report import as_text
-
         name = Path(baseline_folder).name
         raise AssertionError(f"the model drifted from {name}\n\n{as_text(comparison)}")
     return comparison
@@ -49,30 +47,20 @@ def assert_no_drift(
 
 def _replay(model: nn.Module, baseline: Record, inputs: Any) -> Record:
     """Return a temporary record of model with the prompts and settings of the baseline."""
-    from xtrain.drift.recording.recorder import (
-        is_compiled,
-        of_library,
-        record,
-        record_prompts,
-    )
+    from xtrain.drift.recording import forwards
 
-    prompts = baseline.contents["prompts"]
-    run = baseline.run
+    run, prompts = baseline.run, baseline.contents["prompts"]
+    if forwards.is_compiled(model):  # as it is, whatever the baseline's mode
+        run = {**run, "mode": "unobserved", "tensors": False}
     if baseline.model["kind"] == "library":
-        tokens = inputs
-        if inputs is None:
-            tokens = [prompt["tokens"] for prompt in prompts]
+        tokens = [prompt["tokens"] for prompt in prompts] if inputs is None else inputs
         if inputs is None and None in tokens:
             raise DriftError(
                 f"{baseline.path} was recorded from inputs that are no token ids; pass inputs="
             )
-        if is_compiled(model):  # as it is, whatever the baseline's mode
-            return record(model, tokens, top_k=run["top_k"])
-        return record(model, tokens, mode=run["mode"], tensors=run["tensors"], top_k=run["top_k"])
+        kept = {name: run[name] for name in ("mode", "tensors", "top_k")}
+        return forwards.record(model, tokens, **kept)
     device = next((str(parameter.device) for parameter in model.parameters()), "cpu")
     vocab_size = baseline.cases[0].steps[0].logits()[0].shape[-1]
-    if is_compiled(model):
-        run = {**run, "mode": "unobserved", "tensors": False}
-    known = {item.name: run[item.name] for item in fields(Run)}
-    settings = Run(**{**known, "device": device})
-    return record_prompts(of_library(model, vocab_size), prompts, settings)
+    settings = Run(**{item.name: run[item.name] for item in fields(Run)} | {"device": device})
+    return forwards.record_prompts(forwards.of_library(model, vocab_size), prompts, settings)

@@ -44,7 +44,7 @@ def train(
     if config.run.drift_every and watch is None:
         raise ConfigError(
             f"run.drift_every is {config.run.drift_every} and nothing watches the steps; hand in "
-            "xtrain.drift.recording.training.fingerprints_of, as xtrain.train does"
+            "xtrain.drift.recording.training_steps.fingerprints_of, as xtrain.train does"
         )
     device, bf16 = build.choose_device(config.run.device)
     auto = config.model.preset == "auto"

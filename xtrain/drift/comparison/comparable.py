@@ -9,19 +9,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import fields
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from xtrain.drift.comparison.contradictions import contradiction
-from xtrain.drift.errors import DriftError
-from xtrain.drift.recording.format import Record
+from xtrain.drift.comparison.differences import contradiction
+from xtrain.drift.recording.record_format import Record
 from xtrain.drift.recording.tensors import FLOATS, coarser_dtype, narrow
-from xtrain.drift.settings import Run
-
-MOVES_NOTHING = {item.name for item in fields(Run) if not item.metadata.get("moves", True)}
+from xtrain.drift.settings import DRAWING, MOVES_NOTHING, DriftError
 
 
 class Change(NamedTuple):
@@ -76,9 +72,8 @@ def _inputs(a: Record, b: Record) -> str | None:
         return "one record is a single forward, the other decodes"
     if not forward_a and a.run["num_tokens"] != b.run["num_tokens"]:
         return f"other lengths: A has {a.run['num_tokens']} tokens, B has {b.run['num_tokens']}"
-    for name in ("sample_seed", "temperature"):
-        sampled = "sample" in (a.run["decode"], b.run["decode"])
-        if sampled and a.run[name] != b.run[name]:
+    for name in DRAWING if "sample" in (a.run["decode"], b.run["decode"]) else ():
+        if a.run[name] != b.run[name]:
             return f"tokens drawn otherwise: {name} {a.run[name]} and {b.run[name]}"
     return None
 

@@ -9,6 +9,8 @@ the batch: the parts are then rows of other prompts, and their difference says n
 tell such rows from a batch that really computes otherwise. They differ by more than half of their
 digits, as no rounding of an op does; and what follows with rows of the prompt's own (the output of
 their block, else the logits) differs far less.
+
+What two places say that cannot both be true finds out who edited one of them.
 """
 
 from __future__ import annotations
@@ -16,23 +18,27 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
 
 from xtrain.drift.comparison.pairing import Alignment, Partners, common_order
-from xtrain.drift.recording.format import Columns, OpKey, Record, Step, shape_of
+from xtrain.drift.recording.record_format import Columns, OpKey, Record, Step, damaged, shape_of
 from xtrain.drift.recording.tensors import (
     CHUNK,
     FLOATS,
     NUM_NAN,
     NUM_SAMPLES,
     RMS,
+    STATISTICS,
     coarser_dtype,
+    hash_bits,
     rms_of,
+    same_nan,
     to_float64,
 )
+from xtrain.drift.settings import DriftError
 
 # --- two tensors ----------------------------------------------------------------------------------
 
@@ -99,15 +105,6 @@ def max_ulps(
 # --- the rows of two forwards ---------------------------------------------------------------------
 
 
-class Unmatched(NamedTuple):
-    """An op without a partner: one of two records lacks it, or has it in another shape."""
-
-    record: str  # "a" | "b": the one that has it; "both" when the shapes differ
-    path: str
-    op: str
-    times: int  # occurrences in all compared forwards
-
-
 def align(a: Sequence[OpKey], b: Sequence[OpKey]) -> Alignment:
     """Return the common order of (path, op) alone, whatever the dtypes: of blocks."""
     pairs = common_order([key[:2] for key in a], [key[:2] for key in b])
@@ -124,15 +121,9 @@ class RowDifferences:
 
 
 def differences(
-    pairs: NDArray[np.int64],
-    a: Columns,
-    b: Columns,
-    keys_a: Sequence[OpKey],
-    keys_b: Sequence[OpKey],
-    *,
-    same_layout: bool = True,
+    pairs: NDArray[np.int64], a: Step, b: Step, kind: str = "ops", *, same_layout: bool = True
 ) -> RowDifferences:
-    """Compare the rows of two forwards that belong together.
+    """Compare the ops or blocks of two forwards that belong together.
 
     same_layout: both have the same batch and padding. Otherwise integers are not compared: counts,
     positions and masks of a whole batch say nothing about one prompt.
@@ -140,28 +131,30 @@ def differences(
     A prompt's part is compared with the other's part; where the leading dimension was mistaken for
     a batch (a table of T rows that all prompts share), the whole tensors are.
     """
-    i, j = pairs[:, 0], pairs[:, 1]
-    comparable = np.zeros(len(pairs), bool)
-    equal = np.zeros(len(pairs), bool)
-    for shape_a, hash_a in ((a.shape, a.hash), (a.whole_shape, a.whole)):
-        for shape_b, hash_b in ((b.shape, b.hash), (b.whole_shape, b.whole)):
-            same_shape = (shape_a[i] == shape_b[j]).all(axis=1)
-            equal |= same_shape & (hash_a[i] == hash_b[j]).all(axis=1)
-            comparable |= same_shape
-    dtypes = np.array([[keys_a[x].dtype, keys_b[y].dtype] for x, y in pairs.tolist()], "U8")
-    same_dtype = dtypes.reshape(-1, 2)[:, 0] == dtypes.reshape(-1, 2)[:, 1]
-    same_bits = same_dtype & (a.hash[i] == b.hash[j]).all(axis=1)  # in whatever shape
-    equal |= same_bits
-    comparable |= same_bits
+    (i, j), x, y = pairs.T, a.columns(kind), b.columns(kind)
+    dtypes_a, dtypes_b = (
+        np.array([key.dtype for key in step.keys(kind)], "U8")[rows]
+        for step, rows in ((a, i), (b, j))
+    )
+    equal = same_bits = (dtypes_a == dtypes_b) & _alike(x.hash[i], y.hash[j])  # in whatever shape
+    comparable = same_bits
+    for shape_a, hash_a in ((x.shape, x.hash), (x.whole_shape, x.whole)):
+        for shape_b, hash_b in ((y.shape, y.hash), (y.whole_shape, y.whole)):
+            same_shape = _alike(shape_a[i], shape_b[j])
+            equal = equal | same_shape & _alike(hash_a[i], hash_b[j])
+            comparable = comparable | same_shape
     if not same_layout:
-        floats = np.array([key.dtype in FLOATS for key in keys_a], bool)
-        comparable &= floats[i]
+        comparable &= np.isin(dtypes_a, list(FLOATS))
     different = comparable & ~equal
-    for row in np.flatnonzero(different):
-        if keys_a[i[row]].dtype != keys_b[j[row]].dtype:
-            # bits of two dtypes say nothing: what is left are the numbers that were kept
-            different[row] = seen_difference(a, b, i[row], j[row])[1] > 0
+    for row in np.flatnonzero(different & (dtypes_a != dtypes_b)):
+        # bits of two dtypes say nothing: what is left are the numbers that were kept
+        different[row] = seen_difference(x, y, i[row], j[row])[1] > 0
     return RowDifferences(pairs, comparable, different)
+
+
+def _alike(x: NDArray, y: NDArray) -> NDArray[np.bool_]:
+    """Return which rows of two arrays are equal."""
+    return (x == y).all(axis=1)
 
 
 def seen_difference(a: Columns, b: Columns, i: int, j: int) -> tuple[NDArray[np.float64], float]:
@@ -203,19 +196,6 @@ def bound(a: Columns, b: Columns, i: int, j: int, dtype: str) -> Distance:
     return Distance(worst, ulps, count, exact=bool(whole))
 
 
-def op_distance(
-    values: tuple[tuple[NDArray, str] | None, tuple[NDArray, str] | None],
-    columns: tuple[Columns, Columns],
-    rows: tuple[int, int],
-    dtypes: tuple[str, str],
-) -> Distance:
-    """Return how far an op's results are apart: exactly where both records hold the values."""
-    value_a, value_b = values
-    if value_a is not None and value_b is not None and value_a[0].shape == value_b[0].shape:
-        return distance(*value_a, *value_b)
-    return bound(*columns, *rows, coarser_dtype(*dtypes))
-
-
 # --- rows in an order of their own ----------------------------------------------------------------
 
 GROSS = 2.0**-5  # of a number's size, where a real difference went before
@@ -247,7 +227,7 @@ def _look(a: Step, b: Step, partners: Partners, found: Aside) -> None:
     if not keys_a or not keys_b:
         return
     columns = a.columns("ops"), b.columns("ops")
-    rows = differences(partners(a, b).pairs, *columns, keys_a, keys_b, same_layout=False)
+    rows = differences(partners(a, b).pairs, a, b, same_layout=False)
     after: dict[str, float] = {}
     limit = 0.0
     for i, j in rows.pairs[rows.different].tolist():
@@ -312,3 +292,105 @@ def _ratio(x: NDArray[np.float64], y: NDArray[np.float64], rms: float) -> float:
         shares = np.where(delta > 0, delta / size, 0.0)
     shares[np.isnan(shares)] = np.inf  # of infinities
     return float(shares.max(initial=0.0))
+
+
+# --- contradictions -------------------------------------------------------------------------------
+
+_verified: WeakSet[Record] = WeakSet()
+
+
+def contradiction(what: str) -> DriftError:
+    """Return the error for two records of which one was edited."""
+    return DriftError(
+        f"the records contradict each other: {what}; one of them was edited, record again"
+    )
+
+
+def contradiction_of(step: Step, kind: str, row: int, what: str) -> DriftError:
+    """Return the error for an op or block of equal bits of which something else is not equal."""
+    key = step.keys(kind)[row]
+    return contradiction(
+        f"{key.path or 'model'}: {key.op} of prompt {step.case.number}, step {step.number} has "
+        f"equal bits and other {what}"
+    )
+
+
+def check_rows(pairs: NDArray[np.int64], a: Step, b: Step, kind: str) -> None:
+    """Raise DriftError where bits are equal and statistics or samples of them are not.
+
+    Both are functions of the bits, but for the last places of sums.
+    """
+    (i, j), left, right = pairs.T, a.columns(kind), b.columns(kind)
+    keys_a, keys_b = a.keys(kind), b.keys(kind)
+    same = _alike(left.shape[i], right.shape[j]) & _alike(left.hash[i], right.hash[j])
+    same &= np.array([keys_a[x].dtype == keys_b[y].dtype for x, y in zip(i, j, strict=True)], bool)
+    x, y = left.statistics[i], right.statistics[j]
+    with np.errstate(invalid="ignore", over="ignore"):
+        close = np.abs(x - y) <= 1e-9 * np.abs(x[:, RMS : RMS + 1])
+    sums = np.isin(np.arange(x.shape[1]), (STATISTICS.index("mean"), RMS))
+    samples = _same(left.samples[i], right.samples[j])
+    statistics = _same(x, y) | close & sums
+    for what, alike in (("statistics", statistics), ("samples", samples)):
+        for row in np.flatnonzero(same & ~alike.all(axis=1))[:1]:
+            raise contradiction_of(a, kind, int(i[row]), what)
+
+
+def verify(record: Record) -> None:
+    """Compare, once, what a record says twice: all of its numbers are read.
+
+    The readable logits, margins and tokens follow from the logits, the hashes of whole tensors from
+    these.
+
+    Raises: DriftError naming the first place that contradicts another.
+    """
+    if record not in _verified:
+        for step in record.steps():
+            _verify_readable(step)
+            rows = range(len(step.keys())) if step.case.values is not None else step.small
+            for index in rows:
+                _verify_hash(step, index)
+        _verified.add(record)
+
+
+def _verify_readable(step: Step) -> None:
+    info, logits, decode = step.info, step.logits_float64(), step.record.run["decode"]
+    ids = np.array(info["top_ids"], np.int64)
+    known = np.minimum(ids, logits.shape[1] - 1)
+    shown, margin = (np.array(info[name], np.float64) for name in ("top_logits", "margin"))
+    wrong = ""
+    if (ids != known).any():
+        wrong = f"top_ids has {ids.max()}, of {logits.shape[1]} logits"
+    elif not _same(shown, np.take_along_axis(logits, known, axis=1)).all():
+        wrong = f"top_logits are not those of case_{step.case.number:04d}"
+    elif not _same(margin, _margins(logits)).all():
+        wrong = "margin is not that of its logits"
+    elif decode in (None, "greedy") and step.tokens != logits.argmax(axis=1).tolist():
+        wrong = "tokens are not the largest of its logits"
+    if wrong:
+        raise damaged(step.case.path("case.json"), f"steps[{step.number}].{wrong}")
+
+
+def _margins(logits: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the largest minus the second largest of each position; NaN counts as the largest."""
+    if logits.shape[1] == 1:
+        return np.full(len(logits), np.inf)
+    top = np.partition(np.where(np.isnan(logits), np.inf, logits), -2, axis=1)[:, -2:]
+    with np.errstate(invalid="ignore", over="ignore"):
+        return np.where(np.isnan(logits).any(axis=1), np.nan, top[:, 1] - top[:, 0])
+
+
+def _verify_hash(step: Step, index: int) -> None:
+    value = step.value(index)
+    assert value is not None
+    bits, columns = value[0].reshape(-1), step.columns()
+    if columns.statistics[index, NUM_NAN]:
+        bits = same_nan(bits, value[1])
+    if hash_bits(bits) != columns.hash[index].tobytes():
+        whole, name = step.case.values, f"{step.prefix}/small/bits, row {index},"
+        file, name = (whole, f"{step.prefix}/{index:05d}") if whole else (step.case.arrays, name)
+        raise damaged(file.path, f"the tensor {name} has not the hash that it was given")
+
+
+def _same(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Return which numbers are equal, or NaN in both places."""
+    return (a == b) | np.isnan(a) & np.isnan(b)

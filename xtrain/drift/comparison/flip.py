@@ -12,53 +12,47 @@ what counts, not its direction. A constant added to all logits has d_j = d_i and
 a tie (a_i = a_j) can flip without any shift; a margin above 2 * max |d| survives everything.
 
 NumPy alone: the same code serves live tensors and records that are read without torch.
+
+Margins by step say how sure greedy decoding is, and loops where it starts to repeat itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from xtrain.drift.recording.record_format import Record
+
 CHUNK_ELEMENTS = 1 << 22  # of one fp64 temporary: 32 MiB
 HUGE = 2.0**1020  # of larger numbers a difference of differences may be infinite
-
-
-@dataclass(frozen=True)
-class PositionVerdict:
-    """One position: see the module's formulas."""
-
-    token: int  # i, what a chooses
-    token_b: int  # what b chooses
-    runner_up: int  # the j of the margin; -1 where no other token has a logit above -inf
-    margin: float
-    shift: float
-    can_flip: bool
-    flipped: bool
+ENDS = 10  # steps at the beginning and at the end whose margins are compared
+MIN_REPEATED = 8  # tokens that must repeat before a loop is called one
+MAX_PERIOD = 32
 
 
 @dataclass(frozen=True, eq=False)
 class FlipVerdict:
-    """All positions: one array per field of PositionVerdict; an int indexes a position."""
+    """An array per field, a number for each position; one position when an int indexes it."""
 
-    token: NDArray[np.int64]
-    token_b: NDArray[np.int64]
-    runner_up: NDArray[np.int64]
-    margin: NDArray[np.float64]
-    shift: NDArray[np.float64]
-    can_flip: NDArray[np.bool_]
-    flipped: NDArray[np.bool_]
+    token: Any  # i, what a chooses
+    token_b: Any  # what b chooses
+    runner_up: Any  # the j of the margin; -1 where no other token has a logit above -inf
+    margin: Any
+    shift: Any
+    can_flip: Any
+    flipped: Any
 
     def __len__(self) -> int:
         return len(self.token)
 
-    def __getitem__(self, position: int) -> PositionVerdict:
-        return PositionVerdict(*(getattr(self, f.name)[position].item() for f in fields(self)))
+    def __getitem__(self, position: int) -> FlipVerdict:
+        return FlipVerdict(*(getattr(self, f.name)[position].item() for f in fields(self)))
 
-    def __iter__(self) -> Iterator[PositionVerdict]:
+    def __iter__(self) -> Iterator[FlipVerdict]:
         return (self[position] for position in range(len(self)))
 
 
@@ -153,3 +147,64 @@ def _difference(
         values[~x_nan & ~y_nan] = equal_infinities
         result[strange] = values[strange]
     return result
+
+
+# --- margins by step, loops -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A text that repeats its last `period` tokens from `start` to its end."""
+
+    prompt: int
+    start: int  # step of the first token of the first turn
+    period: int
+
+
+@dataclass(frozen=True)
+class Margins:
+    """Margins of a record that decodes."""
+
+    by_step: tuple[float, ...]  # median over the prompts
+    ends: int  # steps at each end: ENDS, or all there are
+    first: float  # median over the first `ends` steps of all prompts
+    last: float
+    loops: tuple[Loop, ...]
+    num_prompts: int
+
+
+def find_loop(tokens: Sequence[int]) -> tuple[int, int] | None:
+    """Return (start, period) of the repetition that a list ends with, None if it ends without.
+
+    At least two whole turns, and MIN_REPEATED tokens that equal those a period before.
+    """
+    size = len(tokens)
+    for period in range(1, min(MAX_PERIOD, size // 2) + 1):
+        start = size - period
+        while start > 0 and tokens[start - 1] == tokens[start - 1 + period]:
+            start -= 1
+        if size - period - start >= max(period, MIN_REPEATED):
+            return start, period
+    return None
+
+
+def margins(record: Record) -> Margins | None:
+    """Return the margins by step, None for a record of one forward."""
+    if record.run["decode"] is None:
+        return None
+    rows, loops = [], []
+    for case in record.cases:
+        rows.append([float(step.info["margin"][-1]) for step in case.steps])
+        loop = find_loop([step.tokens[-1] for step in case.steps])
+        if loop is not None:
+            loops.append(Loop(case.number, *loop))
+    table = np.array(rows)
+    ends = min(ENDS, table.shape[1])
+    return Margins(
+        by_step=tuple(float(value) for value in np.median(table, axis=0)),
+        ends=ends,
+        first=float(np.median(table[:, :ends])),
+        last=float(np.median(table[:, -ends:])),
+        loops=tuple(loops),
+        num_prompts=len(rows),
+    )

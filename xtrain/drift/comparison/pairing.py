@@ -27,7 +27,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from xtrain.drift.recording.format import (
+from xtrain.drift.recording.record_format import (
     FIRST_WEIGHT,
     UNKNOWN,
     Columns,

@@ -9,7 +9,10 @@ from __future__ import annotations
 import os
 import platform
 import re
+from collections.abc import Callable
+from functools import partial
 from importlib import metadata
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +32,53 @@ NO_KERNEL = re.compile(
 SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|CREDENTIAL|_KEY$")
 
 
+# name -> where torch has it: a value, or a function of nothing; None where this torch has it not
+SWITCHES = {
+    "torch.version": "__version__",
+    "torch.git": "version.git_version",
+    "torch.aten_cpu_capability": "backends.cpu.get_cpu_capability",
+    "torch.mkl_available": "backends.mkl.is_available",
+    "torch.onednn_available": "backends.mkldnn.is_available",
+    "torch.onednn_enabled": "backends.mkldnn.enabled",
+    "torch.openmp_available": "backends.openmp.is_available",
+    "threads.intra": "get_num_threads",
+    "threads.inter": "get_num_interop_threads",
+    "precision.float32_matmul": "get_float32_matmul_precision",
+    "precision.default_dtype": "get_default_dtype",
+    "precision.cuda_matmul_tf32": "backends.cuda.matmul.allow_tf32",
+    "precision.cudnn_tf32": "backends.cudnn.allow_tf32",
+    "deterministic.algorithms": "are_deterministic_algorithms_enabled",
+    "deterministic.warn_only": "is_deterministic_algorithms_warn_only_enabled",
+    "deterministic.cudnn": "backends.cudnn.deterministic",
+    "deterministic.cudnn_benchmark": "backends.cudnn.benchmark",
+    "deterministic.cudnn_enabled": "backends.cudnn.enabled",
+    **{
+        f"sdpa.{name}": f"backends.cuda.{name}_sdp_enabled"
+        for name in ("flash", "mem_efficient", "math", "cudnn")
+    },
+    **{
+        f"precision.allow_{name}_reduction": f"backends.cuda.matmul.allow_{name}_reduction"
+        for name in ("fp16_reduced_precision", "bf16_reduced_precision")
+    },
+    **{  # the newer form of the TF32 switches
+        f"precision.{owner}_{kind}": f"backends.{owner}.{kind}.fp32_precision"
+        for owner in ("mkldnn", "cuda")
+        for kind in ("matmul", "conv", "rnn")
+    },
+    "sdpa.mha_fastpath": "backends.mha.get_fastpath_enabled",
+    "cuda.version": "version.cuda",
+    "cuda.hip": "version.hip",
+}
+
+
 def collect() -> dict[str, Any]:
     """Return the environment of this process as torch sees it now."""
-    found: dict[str, Any] = {
-        **_python(),
-        **_cpu(),
-        **_torch(),
-        **_precision(),
-        **_modes(),
-        **_cuda(),
-    }
+    import torch
+
+    found: dict[str, Any] = {**_python(), **_cpu(), **_build()}
+    for name, path in SWITCHES.items():
+        found[name] = _ask(partial(attrgetter(path), torch))
+    found |= {**_modes(), **_cuda()}
     for name, value in sorted(os.environ.items()):
         if VARIABLES.fullmatch(name) and not (NO_KERNEL.fullmatch(name) or SECRET.search(name)):
             found[f"env.{name}"] = value
@@ -82,116 +122,61 @@ def _cpu() -> dict[str, Any]:
     }
 
 
-def _torch() -> dict[str, Any]:
+def _build() -> dict[str, Any]:
+    """Return what torch was built with, as far as it decides about kernels."""
     import torch
 
-    backends: Any = torch.backends
     build = torch.__config__.show()
-    return {
-        "torch.version": torch.__version__,
-        "torch.git": getattr(torch.version, "git_version", None),
-        "torch.build": _build_settings(build),
-        "torch.blas": _first(r"BLAS_INFO=(\w+)", build),
-        "torch.mkl": _first(r"(Intel\(R\)[^\n]*MKL[^\n]*|oneAPI Math Kernel[^\n]*)", build),
-        "torch.onednn": _first(r"MKL-DNN v([^\n]*)", build),
-        "torch.aten_cpu_capability": backends.cpu.get_cpu_capability(),
-        "torch.mkl_available": backends.mkl.is_available(),
-        "torch.onednn_available": backends.mkldnn.is_available(),
-        "torch.onednn_enabled": backends.mkldnn.enabled,
-        "torch.openmp_available": backends.openmp.is_available(),
-        "threads.intra": torch.get_num_threads(),
-        "threads.inter": torch.get_num_interop_threads(),
-        "threads.parallel_backend": _first(
-            r"ATen parallel backend: (\w+)", torch.__config__.parallel_info()
-        ),
-    }
-
-
-def _build_settings(build: str) -> list[str]:
-    """Return what torch was built with, as far as it decides about kernels."""
     head = [line.strip(" -") for line in build.splitlines()[1:]]
     # the capability in use is a setting of the process and has an entry of its own
     kept = [line for line in head if line and not line.startswith(("Build settings", "CPU cap"))]
     settings = (_first(r"Build settings: ([^\n]*)", build) or "").strip(", ").split(", ")
-    return kept + [
-        part
-        for part in settings
-        if re.match(r"BLAS_INFO|LAPACK_INFO|PERF_WITH|USE_|BUILD_TYPE", part)
-    ]
-
-
-def _precision() -> dict[str, Any]:
-    import torch
-
-    backends: Any = torch.backends
-    found: dict[str, Any] = {
-        "precision.float32_matmul": torch.get_float32_matmul_precision(),
-        "precision.default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
-        "precision.cuda_matmul_tf32": _ask(lambda: backends.cuda.matmul.allow_tf32),
-        "precision.cudnn_tf32": _ask(lambda: backends.cudnn.allow_tf32),
-        "deterministic.algorithms": torch.are_deterministic_algorithms_enabled(),
-        "deterministic.warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
-        "deterministic.cudnn": backends.cudnn.deterministic,
-        "deterministic.cudnn_benchmark": backends.cudnn.benchmark,
-        "deterministic.cudnn_enabled": backends.cudnn.enabled,
+    decisive = re.compile(r"BLAS_INFO|LAPACK_INFO|PERF_WITH|USE_|BUILD_TYPE")
+    parallel = torch.__config__.parallel_info()
+    return {
+        "torch.build": kept + [part for part in settings if decisive.match(part)],
+        "torch.blas": _first(r"BLAS_INFO=(\w+)", build),
+        "torch.mkl": _first(r"(Intel\(R\)[^\n]*MKL[^\n]*|oneAPI Math Kernel[^\n]*)", build),
+        "torch.onednn": _first(r"MKL-DNN v([^\n]*)", build),
+        "threads.parallel_backend": _first(r"ATen parallel backend: (\w+)", parallel),
     }
-    for name in ("flash", "mem_efficient", "math", "cudnn"):
-        found[f"sdpa.{name}"] = _ask(getattr(backends.cuda, f"{name}_sdp_enabled", None))
-    for name in (
-        "allow_fp16_reduced_precision_reduction",
-        "allow_bf16_reduced_precision_reduction",
-    ):
-        found[f"precision.{name}"] = _ask(lambda name=name: getattr(backends.cuda.matmul, name))
-    for owner in ("mkldnn", "cuda"):  # the newer form of the TF32 switches
-        for kind in ("matmul", "conv", "rnn"):
-            value = _ask(lambda o=owner, k=kind: getattr(getattr(backends, o), k).fp32_precision)
-            found[f"precision.{owner}_{kind}"] = value
-    return found
 
 
 def _modes() -> dict[str, Any]:
     import torch
 
-    backends: Any = torch.backends
-    found: dict[str, Any] = {}
-    for device in ("cpu", "cuda"):
-        found[f"precision.autocast_{device}"] = _ask(lambda device=device: _autocast(device))
+    def autocast(device: str) -> Any:
+        on = torch.is_autocast_enabled(device)
+        return torch.get_autocast_dtype(device) if on else None
+
     # there is no switch to read: the smallest number keeps its value or does not
     tiny = torch.full((1,), torch.finfo(torch.float32).smallest_normal / 2, dtype=torch.float32)
-    found["precision.flush_denormal"] = not bool((tiny + 0).count_nonzero())
-    einsum = backends.opt_einsum
+    einsum: Any = torch.backends.opt_einsum
     in_use = einsum.is_available() and einsum.enabled
-    found["einsum.strategy"] = _ask(lambda: einsum.strategy if in_use else None)
-    found["sdpa.mha_fastpath"] = _ask(lambda: backends.mha.get_fastpath_enabled())
-    return found
-
-
-def _autocast(device: str) -> str | None:
-    import torch
-
-    if not torch.is_autocast_enabled(device):
-        return None
-    return str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+    return {
+        "precision.autocast_cpu": _ask(lambda: autocast("cpu")),
+        "precision.autocast_cuda": _ask(lambda: autocast("cuda")),
+        "precision.flush_denormal": not bool((tiny + 0).count_nonzero()),
+        "einsum.strategy": _ask(lambda: einsum.strategy if in_use else None),
+    }
 
 
 def _cuda() -> dict[str, Any]:
     import torch
 
-    version: Any = torch.version
-    found: dict[str, Any] = {"cuda.version": version.cuda, "cuda.hip": version.hip}
     cudnn: Any = torch.backends.cudnn
-    found["cuda.cudnn"] = _ask(lambda: cudnn.version() if cudnn.is_available() else None)
-    available = torch.cuda.is_available()
-    found["cuda.gpus"] = []
-    if available:
-        found["cuda.gpus"] = [
-            f"{torch.cuda.get_device_name(i)}, sm_{''.join(map(str, _capability(i)))}"
-            for i in range(torch.cuda.device_count())
-        ]
-        found["cuda.blas_library"] = _ask(lambda: str(torch.backends.cuda.preferred_blas_library()))
     driver = Path("/proc/driver/nvidia/version")
     text = driver.read_text(encoding="utf-8", errors="replace") if driver.exists() else ""
-    found["cuda.driver"] = driver_version(text)
+    found: dict[str, Any] = {
+        "cuda.cudnn": _ask(lambda: cudnn.version() if cudnn.is_available() else None),
+        "cuda.gpus": [],
+        "cuda.driver": driver_version(text),
+    }
+    if torch.cuda.is_available():
+        for i in range(torch.cuda.device_count()):
+            major, minor = torch.cuda.get_device_capability(i)
+            found["cuda.gpus"].append(f"{torch.cuda.get_device_name(i)}, sm_{major}{minor}")
+        found["cuda.blas_library"] = _ask(torch.backends.cuda.preferred_blas_library)
     return found
 
 
@@ -203,19 +188,15 @@ def driver_version(text: str) -> str | None:
     return _first(r"Kernel Module\b.*?\s(\d+(?:\.\d+)+)\s", text)
 
 
-def _capability(index: int) -> tuple[int, int]:
-    import torch
-
-    return torch.cuda.get_device_capability(index)
-
-
-def _ask(question: Any) -> Any:
+def _ask(question: Callable[[], Any]) -> Any:
     """Return the answer, None where this torch has no such switch or mixes old and new ones."""
     try:
-        value = question() if question is not None else None
+        value = question()
+        value = value() if callable(value) else value
     except (AttributeError, RuntimeError):
         return None
-    return value if isinstance(value, bool | int | float | str | None) else str(value)
+    plain = isinstance(value, bool | int | float | str | None)
+    return value if plain else str(value).removeprefix("torch.")
 
 
 def _first(pattern: str, text: str) -> str | None:

@@ -14,31 +14,24 @@ import inspect
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from xtrain import torch_compat
-from xtrain.drift.errors import DriftError
-from xtrain.drift.recording.format import FIRST_WEIGHT, INPUT, UNKNOWN
-from xtrain.drift.recording.subject import derived_buffers, saved_weights
+from xtrain.blocks import Blocks
+from xtrain.drift.recording.record_format import FIRST_WEIGHT, INPUT, UNKNOWN
+from xtrain.drift.recording.recorded_model import derived_buffers, saved_weights
 from xtrain.drift.recording.writing import Collector
+from xtrain.drift.settings import DriftError
 
 # Results that hold whatever the memory held before, or a copy of bits that were recorded already.
 SKIPPED = {
-    "aten.empty",
-    "aten.empty_like",
-    "aten.empty_strided",
-    "aten.new_empty",
-    "aten.new_empty_strided",
-    "aten.empty_permuted",
-    "aten._unsafe_view",
-    "aten.lift_fresh",
-    "aten.lift_fresh_copy",
-    "aten._reshape_alias",
-    "aten.clone",
+    *("aten.empty", "aten.empty_like", "aten.empty_strided", "aten.empty_permuted"),
+    *("aten.new_empty", "aten.new_empty_strided", "aten.lift_fresh", "aten.lift_fresh_copy"),
+    *("aten._unsafe_view", "aten._reshape_alias", "aten.clone"),
 }
 
 
@@ -57,7 +50,7 @@ class Runner:
             backend: Any = mode
             if mode == "aot_eager":
                 backend = torch_compat.interpreting_backend(self._graph_result, with_operands=True)
-            self._with_blocks = _WithBlocks(model, self.blocks)
+            self._with_blocks = _WithBlocks(model)
             self._plain = _compile(_Logits(model), mode)
             self._observed = _compile(self._with_blocks, backend)
 
@@ -82,8 +75,9 @@ class Runner:
         self, inputs: Mapping[str, Any], collector: Collector | None, ops: bool, origins: Origins
     ) -> Tensor:
         self._collector, self._origins = (collector if ops else None), origins
+        watched = self._with_blocks
         try:
-            with self._with_blocks.hooks():
+            with block_outputs(self.blocks, watched.take):
                 logits, blocks = self._observed(inputs)
             plain = self._plain(inputs)
         except Exception as error:
@@ -95,6 +89,7 @@ class Runner:
             ) from error
         finally:
             self._collector = None
+            watched.found.clear()
         if collector is not None:
             for path, block in blocks:
                 collector.add_block(path, block)
@@ -137,39 +132,42 @@ class _Logits(nn.Module):
 
 
 class _WithBlocks(_Logits):
-    """The model with the outputs of its blocks as outputs of the graph.
+    """The model with the outputs of its blocks, which hooks hand to `take`, as graph outputs."""
 
-    The hooks are there while it runs, and so while it is traced, and gone for everybody else.
-    """
-
-    def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module]):
+    def __init__(self, model: nn.Module):
         super().__init__(model)
-        self.watched = blocks
         self.found: list[tuple[str, Tensor]] = []  # a block may run twice, or not at all
 
-    def _hook(self, path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            tensor = first_tensor(output)
-            if tensor is not None:
-                self.found.append((path, tensor))
-
-        return hook
-
-    @contextmanager
-    def hooks(self) -> Iterator[None]:
-        handles = [
-            module.register_forward_hook(self._hook(path)) for path, module in self.watched.items()
-        ]
-        try:
-            yield
-        finally:
-            self.found.clear()
-            for handle in handles:
-                handle.remove()
+    def take(self, path: str, output: Tensor) -> None:
+        """Remember the output of a block."""
+        self.found.append((path, output))
 
     def forward(self, inputs: Mapping[str, Any]) -> Any:
         logits = logits_of(call(self.model, inputs))
         return logits, list(self.found)
+
+
+@contextmanager
+def block_outputs(
+    blocks: Mapping[str, nn.Module], take: Callable[[str, Tensor], None]
+) -> Iterator[None]:
+    """Hand the output of each block that runs inside to `take`.
+
+    The hooks are there while a compiled model runs, and so while it is traced, and gone for
+    everybody else.
+    """
+
+    def hook(module: nn.Module, args: Any, output: Any, path: str) -> None:
+        tensor = first_tensor(output)
+        if tensor is not None:
+            take(path, tensor)
+
+    handles = [m.register_forward_hook(partial(hook, path=path)) for path, m in blocks.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class Observer(torch_compat.PlainDispatchMode):
@@ -194,31 +192,25 @@ class Observer(torch_compat.PlainDispatchMode):
         return self.path[-1] if self.path else ""
 
     @contextmanager
-    def hooks(
-        self, model: nn.Module, left: Callable[[str, Any], None] = lambda path, output: None
-    ) -> Iterator[None]:
-        """Keep track of the module that runs; `left` is called with the output of each."""
+    def hooks(self, model: nn.Module) -> Iterator[None]:
+        """Keep track of the module that runs."""
+
+        def enter(module: nn.Module, args: Any, path: str) -> None:
+            self.path.append(path)
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if self.path:
+                self.path.pop()
+
         handles = []
         for path, module in model.named_modules():
-            enter = lambda module, args, path=path: self.path.append(path)  # noqa: E731
-            handles.append(module.register_forward_pre_hook(enter))
-            leave = self._leave(path, left)
+            handles.append(module.register_forward_pre_hook(partial(enter, path=path)))
             handles.append(module.register_forward_hook(leave, always_call=True))
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
-
-    def _leave(self, path: str, left: Callable[[str, Any], None]) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if self.path:
-                self.path.pop()
-            self.paused = True  # what is computed there is none of the model's
-            left(path, output)
-            self.paused = False
-
-        return hook
 
 
 @contextmanager
@@ -231,14 +223,15 @@ def observed(
     ops: bool = True,
 ) -> Iterator[None]:
     """Record the ops of what runs inside, unless ops is False, and the outputs of blocks."""
-
-    def left(path: str, output: Any) -> None:
-        tensor = first_tensor(output) if path in blocks else None
-        if tensor is not None:
-            collector.add_block(path, tensor)
-
     observer = Observer(collector, origins)
-    with observer.hooks(model, left), observer if ops else nullcontext():
+
+    def take(path: str, output: Tensor) -> None:
+        observer.paused = True  # what is computed there is none of the model's
+        collector.add_block(path, output)
+        observer.paused = False
+
+    watching = observer if ops else nullcontext()
+    with observer.hooks(model), block_outputs(blocks, take), watching:
         yield
 
 
@@ -259,13 +252,14 @@ class Origins:
 
     def __init__(self, model: nn.Module, inputs: Iterable[Any]):
         self.found = {_memory(value): INPUT for value in inputs if isinstance(value, Tensor)}
-        pieces = sorted(
+        weights = [tensor for _, tensor in saved_weights(model)]
+        self.pieces = sorted(
             (start, start + tensor.nbytes, FIRST_WEIGHT - number)
-            for number, (_, tensor) in enumerate(saved_weights(model))
+            for number, tensor in enumerate(weights)
             if (start := _address(tensor))
         )
-        self.pieces, self.starts = pieces, [start for start, _, _ in pieces]
-        self.weights = {_memory(tensor) for _, tensor in saved_weights(model)}
+        self.starts = [start for start, _, _ in self.pieces]
+        self.weights = {_memory(tensor) for tensor in weights}
 
     def of(self, tensor: Tensor) -> int:
         """Return the number of an op, or INPUT, UNKNOWN, or FIRST_WEIGHT less a weight's number."""
@@ -384,46 +378,19 @@ def is_view(func: Any) -> bool:
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the layers, path -> module: the members of every list of layers within no other.
-
-    An encoder's and a decoder's, or those of an image and of its text: in the order of modules.
-    """
-    found: dict[str, nn.Module] = {}
-    lists: list[str] = []
-    for path, module in model.named_modules():
-        inside = any(f"{path}.".startswith(outer) for outer in lists)
-        if not inside and _is_list_of_layers(module):
-            prefix = f"{path}." if path else ""
-            lists.append(prefix)
-            found |= {f"{prefix}{name}": child for name, child in module.named_children()}
-    return found or {name: child for name, child in model.named_children()}
-
-
-def _is_list_of_layers(module: nn.Module) -> bool:
-    """Return whether all members have parts; of a sequence they are also of one kind.
-
-    A hybrid's list holds layers of several kinds, a sequence of several kinds is a whole's stages.
-    """
-    members = list(module.children())
-    if not isinstance(module, nn.ModuleList | nn.Sequential) or not members:
-        return False
-    alike = isinstance(module, nn.ModuleList) or len({type(child) for child in members}) == 1
-    return alike and all(any(True for _ in child.children()) for child in members)
+    """Return the blocks, path -> module; where there are none the model's own children."""
+    return Blocks(model).modules or dict(model.named_children())
 
 
 def call(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
     """Call a model with its tokens under the name that it gives them, or as the first argument."""
-    names = _parameters(model)
+    names = list(inspect.signature(model.forward).parameters)
     inputs = dict(inputs)
     if "input_ids" in inputs and "input_ids" not in names:
         return model(inputs.pop("input_ids"), **inputs)
     if "use_cache" in names:  # a cache that nobody reads would only cost memory
         inputs.setdefault("use_cache", False)
     return model(**inputs)
-
-
-def _parameters(model: nn.Module) -> list[str]:
-    return list(inspect.signature(model.forward).parameters)
 
 
 def logits_of(output: Any) -> Tensor:

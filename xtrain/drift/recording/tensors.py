@@ -11,6 +11,7 @@ the end. Memory stays that of one tensor.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -27,7 +28,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from xtrain import files
-from xtrain.drift.errors import DriftError
+from xtrain.drift.settings import DriftError
 
 # name in safetensors -> (NumPy dtype of its bits, torch's name)
 DTYPES: dict[str, tuple[str, str]] = {
@@ -185,21 +186,16 @@ def coarser_dtype(a: str, b: str) -> str:
 
 
 def _fp8_table(exponent_bits: int, mantissa_bits: int, finite_only: bool) -> NDArray[np.float32]:
-    table = np.empty(256, np.float32)
-    bias, top = (1 << (exponent_bits - 1)) - 1, (1 << exponent_bits) - 1
-    for code in range(256):
-        exponent = (code >> mantissa_bits) & top
-        mantissa = code & ((1 << mantissa_bits) - 1)
-        fraction = mantissa / (1 << mantissa_bits)
-        value = (
-            (1 + fraction) * 2.0 ** (exponent - bias) if exponent else fraction * 2.0 ** (1 - bias)
-        )
-        if exponent == top and finite_only and mantissa == (1 << mantissa_bits) - 1:
-            value = np.nan
-        elif exponent == top and not finite_only:
-            value = np.nan if mantissa else np.inf
-        table[code] = -value if code & 0x80 else value
-    return table
+    """Return the numbers of all codes; finite_only: NaN is the largest code, there is no inf."""
+    codes, top, ones = np.arange(256), (1 << exponent_bits) - 1, (1 << mantissa_bits) - 1
+    exponent, mantissa = codes >> mantissa_bits & top, codes & ones
+    whole = np.where(exponent > 0, mantissa + ones + 1, mantissa)
+    table = np.ldexp(whole, np.maximum(exponent, 1) - (top >> 1) - mantissa_bits)
+    if finite_only:
+        table[(exponent == top) & (mantissa == ones)] = np.nan
+    else:
+        table[exponent == top] = np.where(mantissa[exponent == top], np.nan, np.inf)
+    return np.where(codes & 0x80, -table, table).astype(np.float32)
 
 
 _FP8 = {"F8_E4M3": _fp8_table(4, 3, True), "F8_E5M2": _fp8_table(5, 2, False)}
@@ -334,11 +330,8 @@ def _entry(name: str, entry: Any) -> Entry:
 
 def file_hash(path: Path) -> str:
     """Return the xxh3_128 of a file's bytes, in hexadecimal."""
-    digest = xxhash.xxh3_128()
     with path.open("rb") as file:
-        while block := file.read(COPY):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -24,8 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from xtrain.drift.errors import DriftError
-from xtrain.drift.recording.format import (
+from xtrain.drift.recording.record_format import (
     FORMAT,
     MAX_DIMS,
     OURS,
@@ -46,11 +45,8 @@ from xtrain.drift.recording.tensors import (
     write_json,
     writing,
 )
-
-try:
-    import fcntl
-except ImportError:  # no locks: nothing of others is ever removed
-    fcntl = None  # type: ignore[assignment]
+from xtrain.drift.settings import DriftError
+from xtrain.files import try_lock
 
 SMALL = 4096  # numbers of a result that is kept whole
 ROOM = 4 << 20  # bytes of such results in all steps of a prompt
@@ -60,75 +56,21 @@ Table = tuple[tuple[OpKey, ...], tuple[Formula, ...] | None]  # None: of blocks
 
 # --- the folder ----------------------------------------------------------------------------------
 
-FREE, HELD, UNKNOWN = "free", "held", "unknown"  # whether a folder can be locked
-
-
-class TemporaryFolder:
-    """`.NAME.tmp-PID` beside NAME; made anew, after those of recordings that are dead are gone."""
-
-    def __init__(self, target: Path):
-        """Make it. Raises: OSError."""
-        self.path = target.with_name(f".{target.name}.tmp-{os.getpid()}")
-        self._lock: int | None = None
-        remove_dead(target)
-        self.path.mkdir(parents=True)
-        self._lock, _ = _try_lock(self.path)
-
-    def release(self) -> None:
-        """Give up the lock: the folder has its name, or is gone."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-
-
-def remove_dead(target: Path) -> None:
-    """Remove the folders for a record of this name that no process is writing into."""
-    pattern = re.compile(rf"\.{re.escape(target.name)}\.tmp-(\d+)(-old)?")
-    try:
-        beside = list(target.parent.iterdir())
-    except OSError:  # not there yet, or nobody may look: nothing to remove
-        return
-    for path in beside:
-        match = pattern.fullmatch(path.name)
-        if match is None or not path.is_dir() or path.is_symlink():
-            continue
-        lock, state = _try_lock(path)
-        # where the file system has no locks, this process's own name is still its own
-        if state == FREE or state == UNKNOWN and match[1] == str(os.getpid()):
-            shutil.rmtree(path, ignore_errors=True)
-        if lock is not None:
-            os.close(lock)
-
-
-def _try_lock(path: Path) -> tuple[int | None, str]:
-    """Return (descriptor that holds the lock until it is closed, FREE), or (None, why not)."""
-    if fcntl is None:
-        return None, UNKNOWN
-    descriptor = None
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if descriptor is not None:
-            os.close(descriptor)
-        return None, HELD if isinstance(error, BlockingIOError) else UNKNOWN
-    return descriptor, FREE
-
 
 class RecordWriter:
-    """Writes into a folder beside `path`, which takes that name when everything is there."""
+    """Writes into `.NAME.tmp-PID` beside `path`, which takes that name when all is there."""
 
     def __init__(self, path: Path, *, overwrite: bool = False):
+        """Make the folder anew, after those of recordings that are dead are gone."""
         self.path = path
         check_free(path, overwrite=overwrite)
-        self.tables: dict[Table, int] = {}
+        self.tables: dict[Table, int] = {}  # numbers of lists of ops; equal ones are kept once
+        self.temp = path.with_name(f".{path.name}.tmp-{os.getpid()}")
         with writing(path):
-            self.folder = TemporaryFolder(path)
-        self.temp = self.folder.path
-
-    def table(self, table: Table) -> int:
-        """Return the number of a list of ops; equal lists are kept once."""
-        return self.tables.setdefault(table, len(self.tables))
+            remove_dead(path)
+            self.temp.mkdir(parents=True)
+            self._lock = os.open(self.temp, os.O_RDONLY)
+        try_lock(self._lock)
 
     def close(self, contents: dict[str, Any]) -> None:
         """Write record.json and the manifest, and give the folder its name."""
@@ -153,12 +95,34 @@ class RecordWriter:
                 os.rename(self.path, old)  # to remove it first would take a moment with neither
             os.rename(self.temp, self.path)
             shutil.rmtree(old, ignore_errors=True)
-        self.folder.release()
+        os.close(self._lock)
 
     def discard(self) -> None:
         """Leave nothing."""
         shutil.rmtree(self.temp, ignore_errors=True)
-        self.folder.release()
+        os.close(self._lock)
+
+
+def remove_dead(target: Path) -> None:
+    """Remove the folders for a record of this name that no process is writing into."""
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.tmp-(\d+)(-old)?")
+    try:
+        beside = list(target.parent.iterdir())
+    except OSError:  # not there yet, or nobody may look: nothing to remove
+        return
+    for path in beside:
+        match = pattern.fullmatch(path.name)
+        if match is None or not path.is_dir() or path.is_symlink():
+            continue
+        try:
+            folder = os.open(path, os.O_RDONLY)
+        except OSError:  # somebody else's, or gone by now
+            continue
+        is_ours = try_lock(folder)
+        # where the file system has no locks, this process's own name is still its own
+        if is_ours or is_ours is None and match[1] == str(os.getpid()):
+            shutil.rmtree(path, ignore_errors=True)
+        os.close(folder)
 
 
 def check_free(path: Path, *, overwrite: bool) -> None:
@@ -170,62 +134,54 @@ def check_free(path: Path, *, overwrite: bool) -> None:
     # A checkpoint has a manifest.json too.
     if not (path / "record.json").is_file() or not (path / "manifest.json").is_file():
         raise DriftError(f"{path} exists; it is no record and stays")
-    others = [p.name for p in sorted(path.iterdir()) if not _is_ours(p.name)]
-    if others:
+    names = {p.name for p in path.iterdir()} - {"manifest.json"}
+    if others := sorted(name for name in names if OURS.fullmatch(name) is None):
         raise DriftError(
             f"{path} holds {others[0]!r}, which is no part of a record and would be lost; move it "
             "elsewhere, or choose another name"
         )
 
 
-def _is_ours(name: str) -> bool:
-    return name == "manifest.json" or OURS.fullmatch(name) is not None
-
-
 class CaseWriter:
     """The files of one prompt; the arrays of a step go to the disk with the step."""
 
     def __init__(self, writer: RecordWriter, number: int, *, values: bool):
-        self.writer = writer
-        self.name = f"case_{number:04d}"
-        self.arrays = TensorWriter(writer.temp / f"{self.name}.safetensors")
-        self.values = None
-        if values:
-            self.values = TensorWriter(writer.temp / f"values_{number:04d}.safetensors")
+        self.writer, self.number = writer, number
+        self.arrays = TensorWriter(writer.temp / f"case_{number:04d}.safetensors")
+        path = writer.temp / f"values_{number:04d}.safetensors"
+        self.values = TensorWriter(path) if values else None
         self.steps: list[dict[str, Any]] = []
         self.room = ROOM
         self.small: list[tuple[int, NDArray]] = []  # of the step under way: row, bits
 
+    @property
+    def prefix(self) -> str:
+        """What the names of the step under way start with."""
+        return f"step_{len(self.steps):04d}"
+
     def add_value(self, index: int, bits: NDArray, dtype: str) -> None:
         """Keep the whole tensor of an op of the step under way, if it is small or all are kept."""
         if self.values is not None:
-            self.values.add(f"step_{len(self.steps):04d}/{index:05d}", bits, dtype)
+            self.values.add(f"{self.prefix}/{index:05d}", bits, dtype)
         elif bits.size <= SMALL and bits.ndim <= MAX_DIMS and bits.nbytes <= self.room:
             self.room -= bits.nbytes
             self.small.append((index, bits.reshape(-1).view(np.uint8).copy()))
 
-    def add_rows(self, block: int, bits: NDArray, dtype: str) -> None:
-        """Keep the rows of a block's output, in the step under way."""
-        self.arrays.add(f"step_{len(self.steps):04d}/rows/{block:04d}", bits, dtype)
+    def add_columns(self, kind: str, table: Table, rows: Sequence[Sequence[Any]]) -> int:
+        """Write what is known of the "ops" or "blocks" of the step; return the table's number."""
+        values = Columns.of(rows)
+        for item in fields(Columns):
+            name, array = f"{self.prefix}/{kind}/{item.name}", getattr(values, item.name)
+            self.arrays.add(name, array, item.metadata["dtype"])
+        return self.writer.tables.setdefault(table, len(self.writer.tables))
 
-    def add_step(
-        self,
-        step: dict[str, Any],
-        columns: dict[str, tuple[Table, Columns]],
-        logits: tuple[NDArray, str],
-    ) -> None:
-        """Write one forward: "ops" and "blocks" in columns, logits [positions, V]."""
-        prefix = f"step_{len(self.steps):04d}"
-        for kind, (table, values) in columns.items():
-            step[f"{kind}_table"] = self.writer.table(table)
-            for item in fields(Columns):
-                name, array = f"{prefix}/{kind}/{item.name}", getattr(values, item.name)
-                self.arrays.add(name, array, item.metadata["dtype"])
+    def add_step(self, step: dict[str, Any], logits: NDArray, dtype: str) -> None:
+        """End the step under way: its readable part, its logits [positions, V]."""
         rows, bits = [row for row, _ in self.small], [bits for _, bits in self.small]
-        self.arrays.add(f"{prefix}/small/rows", np.array(rows, np.int64), "I64")
-        self.arrays.add(f"{prefix}/small/bits", np.concatenate([*bits, NOTHING]), "U8")
+        self.arrays.add(f"{self.prefix}/small/rows", np.array(rows, np.int64), "I64")
+        self.arrays.add(f"{self.prefix}/small/bits", np.concatenate([*bits, NOTHING]), "U8")
+        self.arrays.add(f"{self.prefix}/logits", logits, dtype)
         self.small = []
-        self.arrays.add(f"{prefix}/logits", *logits)
         self.steps.append(step)
 
     def close(self, text: str | None) -> None:
@@ -234,7 +190,7 @@ class CaseWriter:
         if self.values is not None:
             self.values.close()
         contents = {"text": text, "steps": self.steps}
-        write_json(self.writer.temp / f"{self.name}.json", contents)
+        write_json(self.writer.temp / f"case_{self.number:04d}.json", contents)
 
 
 # --- what is kept of a forward --------------------------------------------------------------------
@@ -277,19 +233,14 @@ class Layout:
             size = bits.shape[0] // self.batch
             bits = bits[row * size : (row + 1) * size]
         if self.padded:
-            bits = self._without_padding(bits, self.lengths[row])
+            # Queries and keys both: scores are [.., T, T]. Where a weight happens to have the size
+            # of the sequence, the first such dimension alone: [T, D] with D = T.
+            axes = [axis for axis, size in enumerate(bits.shape) if size == self.length]
+            index = [slice(None)] * bits.ndim
+            for axis in axes[:1] if self.length in self.weight_sizes else axes:
+                index[axis] = slice(self.lengths[row])
+            bits = bits[tuple(index)]
         return np.asarray(bits, order="C")  # a number stays one: ascontiguousarray adds an axis
-
-    def _without_padding(self, bits: NDArray, length: int) -> NDArray:
-        # Queries and keys both: scores are [.., T, T]. Where a weight happens to have the size of
-        # the sequence, the first such dimension alone: [T, D] with D = T.
-        axes = [axis for axis, size in enumerate(bits.shape) if size == self.length]
-        if self.length in self.weight_sizes:
-            axes = axes[:1]
-        index = [slice(None)] * bits.ndim
-        for axis in axes:
-            index[axis] = slice(length)
-        return bits[tuple(index)]
 
 
 class Collector:
@@ -297,13 +248,11 @@ class Collector:
 
     def __init__(self, layout: Layout, writers: Sequence[CaseWriter], positions: Sequence[slice]):
         """Prepare; positions: of each writer's prompt, where its logits are kept."""
-        self.layout = layout
-        self.writers = writers
-        self.positions = positions
+        self.layout, self.writers, self.positions = layout, writers, positions
         self.split = layout.batch > 1 or layout.padded
         self.keys: dict[str, list[OpKey]] = {"ops": [], "blocks": []}
         self.formulas: list[Formula] = []  # of the ops
-        self.makers = Columns.makers()
+        self.makers = [item.metadata["of"] for item in fields(Columns)]
         self.rows: dict[str, list[list[Any]]] = {k: [[] for _ in writers] for k in self.keys}
 
     def add_op(
@@ -315,11 +264,13 @@ class Collector:
         return len(self.formulas) - 1
 
     def add_block(self, path: str, tensor: Tensor) -> None:
-        """Take the output of a block; its rows go to the disk at once."""
+        """Take the output of a block; its rows at the positions go to the disk at once."""
         number = len(self.keys["blocks"])
         bits, dtype = self._add("blocks", path, "output", tensor)
+        by_position = bits.ndim == 3 and bits.shape[0] == self.layout.batch  # [B, T, D]
         for row, writer in enumerate(self.writers):
-            writer.add_rows(number, self._block_rows(bits, row), dtype)
+            kept = bits[row, self.positions[row]] if by_position else np.empty((0, 0), bits.dtype)
+            writer.arrays.add(f"{writer.prefix}/rows/{number:04d}", kept, dtype)
 
     def _add(self, kind: str, path: str, op: str, tensor: Tensor) -> tuple[NDArray, str]:
         bits, dtype = to_bits(tensor)
@@ -343,17 +294,8 @@ class Collector:
     def write(self, steps: Sequence[dict], logits: Tensor) -> None:
         """Write the forward: a step per prompt, with the logits [B, T, V] of its positions."""
         bits, dtype = to_bits(logits)
-        for row, writer in enumerate(self.writers):
-            columns = {
-                kind: (
-                    (tuple(self.keys[kind]), tuple(self.formulas) if kind == "ops" else None),
-                    Columns.of(self.rows[kind][row]),
-                )
-                for kind in self.keys
-            }
-            writer.add_step(steps[row], columns, (bits[row, self.positions[row]], dtype))
-
-    def _block_rows(self, bits: NDArray, row: int) -> NDArray:
-        if bits.ndim == 3 and bits.shape[0] == self.layout.batch:
-            return bits[row, self.positions[row]]
-        return np.empty((0, 0), bits.dtype)  # no [B, T, D]: nothing to say by position
+        for row, (writer, step) in enumerate(zip(self.writers, steps, strict=True)):
+            for kind, keys in self.keys.items():
+                table = tuple(keys), tuple(self.formulas) if kind == "ops" else None
+                step[f"{kind}_table"] = writer.add_columns(kind, table, self.rows[kind][row])
+            writer.add_step(step, bits[row, self.positions[row]], dtype)

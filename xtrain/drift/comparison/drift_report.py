@@ -6,6 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from tabulate import tabulate
 
 from xtrain.command_line import show
 from xtrain.drift.comparison.differences import Distance
-from xtrain.drift.comparison.margins import Margins, margins
-from xtrain.drift.comparison.records import Comparison, Divergence, Position, PromptResult
-from xtrain.drift.errors import DriftError
-from xtrain.drift.recording.format import Record
+from xtrain.drift.comparison.flip import Margins, margins
+from xtrain.drift.comparison.two_records import Comparison, Divergence, Position, PromptResult
+from xtrain.drift.comparison.two_runs import TrainingComparison
+from xtrain.drift.recording.record_format import Record
+from xtrain.drift.settings import DriftError
 from xtrain.report import BAD, FIRST, line_plot, render, scatter_plot
 
 MAX_ROWS = 12
@@ -32,56 +34,81 @@ WHERE = {
 }
 
 
-def as_text(comparison: Comparison) -> str:
+def as_text(comparison: Comparison | TrainingComparison) -> str:
     """Return the whole report; the verdict comes last, where a terminal shows it."""
-    parts = [
-        _changes(comparison),
-        _names(comparison),
-        _observer(comparison),
-        _prompts(comparison),
-        _divergence(comparison),
-        _growth(comparison),
-        _unmatched(comparison),
-        _tokens(comparison),
-        _margins(comparison),
-        f"verdict {comparison.exit_code}: {comparison.verdict}",
-    ]
+    if isinstance(comparison, TrainingComparison):
+        parts = [
+            _only_one_has(comparison),
+            _settings(comparison),
+            _losses(comparison),
+            _training_divergence(comparison),
+        ]
+    else:
+        parts = [
+            _changes(comparison),
+            _names(comparison),
+            _observer(comparison),
+            _prompts(comparison),
+            _divergence(comparison),
+            _growth(comparison),
+            _unmatched(comparison),
+            _tokens(comparison),
+            _margins(comparison),
+        ]
+    parts.append(f"verdict {comparison.exit_code}: {comparison.verdict}")
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def as_json(comparison: Comparison) -> dict[str, Any]:
+def as_json(comparison: Comparison | TrainingComparison) -> dict[str, Any]:
     """Return the report as JSON holds it; infinities and NaN are text."""
-    first = comparison.first_divergence
+    if isinstance(comparison, TrainingComparison):
+        return {**plain(comparison), "exit_code": comparison.exit_code}
+    sides = {"a": comparison.a, "b": comparison.b}
+    places = {
+        name: place and {**plain(place), "context": context(comparison.a, place)}
+        for name, place in (
+            ("tightest", comparison.tightest),
+            ("smallest_margin", comparison.smallest_margin),
+        )
+    }
     return plain(
         {
             "exit_code": comparison.exit_code,
             "verdict": comparison.verdict,
             "a": str(comparison.a.path),
             "b": str(comparison.b.path),
-            "environment_changes": [change._asdict() for change in comparison.changes],
-            "observer_effect": {
-                side: record.contents["observer_effect"]
-                for side, record in (("a", comparison.a), ("b", comparison.b))
-            },
-            "first_divergence": _divergence_values(first) if first else None,
-            "prompts": [_prompt_values(prompt) for prompt in comparison.prompts],
-            "growth": [vars(layer) for layer in comparison.growth],
-            "unmatched": [item._asdict() for item in comparison.unmatched],
+            "environment_changes": comparison.changes,
+            "observer_effect": {n: r.contents["observer_effect"] for n, r in sides.items()},
+            "first_divergence": comparison.first_divergence,
+            "prompts": comparison.prompts,
+            "growth": comparison.growth,
+            "unmatched": comparison.unmatched,
             "renamed": comparison.renamed,
             "num_matched": comparison.num_matched,
             "num_positions": len(comparison.positions),
             "num_can_flip": sum(p.can_flip for p in comparison.positions),
             "num_flipped": sum(p.flipped for p in comparison.positions),
             "max_shift": comparison.max_shift,
-            "tightest": _position_values(comparison, comparison.tightest),
-            "smallest_margin": _position_values(comparison, comparison.smallest_margin),
-            "positions": [vars(position) for position in comparison.positions],
-            "margins": {
-                side: _margin_values(margins(record))
-                for side, record in (("a", comparison.a), ("b", comparison.b))
-            },
+            **places,
+            "positions": comparison.positions,
+            "margins": {name: margins(record) for name, record in sides.items()},
         }
     )
+
+
+def plain(value: Any) -> Any:
+    """Return values as JSON holds them: records as objects, text for what is not finite."""
+    if is_dataclass(value):
+        value = {item.name: getattr(value, item.name) for item in fields(value)}
+    elif hasattr(value, "_asdict"):
+        value = value._asdict()
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
 
 
 def size_text(size: Distance) -> str:
@@ -219,7 +246,7 @@ def _tokens(comparison: Comparison) -> str:
         if place is not None:
             lines.append(
                 f"{name}: {place.margin:.3g} (shift {place.shift:.3g}) at {place}, tokens "
-                f"{place.token_a} over {place.runner_up}, after {context(comparison.a, place)}"
+                f"{_tokens_of(place)}, after {context(comparison.a, place)}"
             )
     return "\n".join(lines)
 
@@ -258,36 +285,6 @@ def _margin_rows(found: Sequence[tuple[str, Margins]]) -> list[tuple[Any, ...]]:
     return rows
 
 
-def _prompt_values(result: PromptResult) -> dict[str, Any]:
-    first = result.first_divergence
-    return {**vars(result), "first_divergence": _divergence_values(first) if first else None}
-
-
-def _divergence_values(divergence: Divergence) -> dict[str, Any]:
-    return {**vars(divergence), "distance": vars(divergence.distance)}
-
-
-def _position_values(comparison: Comparison, position: Position | None) -> dict[str, Any] | None:
-    if position is None:
-        return None
-    return {**vars(position), "context": context(comparison.a, position)}
-
-
-def _margin_values(found: Margins | None) -> dict[str, Any] | None:
-    return None if found is None else {**vars(found), "loops": [vars(x) for x in found.loops]}
-
-
-def plain(value: Any) -> Any:
-    """Return values as JSON holds them: lists, and text for what is not finite."""
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
-
-
 def _table(rows: Sequence[Sequence[Any]], headers: Sequence[str]) -> str:
     shown = list(rows[:MAX_ROWS])
     text = tabulate(shown, headers, disable_numparse=True)
@@ -305,27 +302,89 @@ def _words(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
+# --- of two training runs ------------------------------------------------------------------------
+
+
+def _settings(comparison: TrainingComparison) -> str:
+    rows = [(name, str(a)[:60], str(b)[:60]) for name, a, b in comparison.changes]
+    return tabulate(rows, ("setting", "A", "B"), disable_numparse=True) if rows else ""
+
+
+def _losses(comparison: TrainingComparison) -> str:
+    shown = comparison.losses[-8:]
+    headers = ("rank", "step", "loss of A", "loss of B")
+    return tabulate(shown, headers, floatfmt=".9g") if shown else ""
+
+
+def _training_divergence(comparison: TrainingComparison) -> str:
+    first = comparison.first_divergence
+    if first is None:
+        return ""
+    before = "no recorded step before it"
+    if first.last_equal is not None:
+        before = f"step {first.last_equal} was equal in everything"
+    size = f", size at least {first.size:.3g}" if first.size else ""
+    cause = f"\n  {first.cause}" if first.cause else ""
+    where = f"step {first.step}, rank {first.rank}"
+    return f"first difference: {where}: {first}{size}\n  {before}{cause}"
+
+
+def _only_one_has(comparison: TrainingComparison) -> str:
+    """Return what was not compared, steps and results."""
+    lines = [
+        f"recorded by {name} alone: steps {', '.join(map(str, steps[:8]))}"
+        + (f" and {len(steps) - 8} more" if len(steps) > 8 else "")
+        for name, steps in zip("AB", comparison.alone, strict=True)
+        if steps
+    ]
+    if comparison.micro_batches:
+        lines.append(
+            f"the micro-batches differ ({comparison.micro_batches}): their inputs and ops are of "
+            "other samples and not compared; weights, optimiser, loss and gradients are"
+        )
+    if comparison.num_unmatched:
+        lines.append(f"without a partner, not compared: {comparison.num_unmatched} results")
+        rows = list(comparison.unmatched.items())
+        lines += [f"  {name}{f', {times} times' if times > 1 else ''}" for name, times in rows[:8]]
+        lines += [f"  and {len(rows) - 8} more"] if len(rows) > 8 else []
+    return "\n".join(lines)
+
+
 # --- the page ------------------------------------------------------------------------------------
 
 
-def page(comparison: Comparison) -> str:
+def page(comparison: Comparison | TrainingComparison) -> str:
     """Return the page; it loads nothing from anywhere."""
+    names, values = "two training runs", {"text": as_text(comparison), "verdict": ""}
+    if isinstance(comparison, Comparison):
+        names = f"{comparison.a.path.name} and {comparison.b.path.name}"
+        values = _page_values(comparison)
+    return render(
+        Path(__file__).with_name("drift_page.html"),
+        names=names,
+        title=f"Drift: {names}",
+        colour=VERDICT_COLOURS[comparison.exit_code],
+        exit_code=comparison.exit_code,
+        **values,
+    )
+
+
+def _page_values(comparison: Comparison) -> dict[str, Any]:
     layers, found = _growth_rows(comparison), _of_both(comparison)
     first, changed = comparison.first_divergence, {change.name for change in comparison.changes}
     places = {
         "smallest margin": comparison.smallest_margin,
         "nearest to a flip": comparison.tightest,
     }
-    return _page(
-        f"{comparison.a.path.name} and {comparison.b.path.name}",
-        comparison.exit_code,
-        verdict=comparison.verdict,
-        first=first,
-        size=first and size_text(first.distance),
-        effects=[(side, f"{e['max_abs']:.3g}") for side, _, e in _effects(comparison)],
-        growth_headers=GROWTH,
-        growth=layers,
-        growth_plot=layers
+    return {
+        "text": "",
+        "verdict": comparison.verdict,
+        "first": first,
+        "size": first and size_text(first.distance),
+        "effects": [(side, f"{e['max_abs']:.3g}") for side, _, e in _effects(comparison)],
+        "growth_headers": GROWTH,
+        "growth": layers,
+        "growth_plot": layers
         and line_plot(
             "Largest difference of each block's output",
             {"largest difference": [row[1] for row in layers]},
@@ -333,52 +392,38 @@ def page(comparison: Comparison) -> str:
             y_label="largest difference",
             x_names=[row[0] for row in layers],
         ),
-        counts=comparison.positions and _counts(comparison),
-        scatter=comparison.max_shift > 0 and _scatter(comparison.positions),
-        places=[
-            (
-                name,
-                place.margin,
-                place.shift,
-                str(place),
-                f"{place.token_a} over {place.runner_up}",
-                context(comparison.a, place),
-            )
-            for name, place in places.items()
-            if place is not None
+        "counts": comparison.positions and _counts(comparison),
+        "scatter": comparison.max_shift > 0 and _scatter(comparison.positions),
+        "places": [
+            (name, p.margin, p.shift, p, _tokens_of(p), context(comparison.a, p))
+            for name, p in places.items()
+            if p is not None
         ],
-        margins=_margin_rows(found or ()),
-        ends=found and found[-1][1].ends,
-        margins_plot=found
+        "margins": _margin_rows(found or ()),
+        "ends": found and found[-1][1].ends,
+        "margins_plot": found
         and line_plot(
             "Median margin by step",
             {side: item.by_step for side, item in found},
             x_label="step",
             y_label="median margin over the prompts",
         ),
-        prompt_headers=PROMPTS,
-        prompts=_prompt_rows(comparison.prompts),
-        unmatched=[
+        "prompt_headers": PROMPTS,
+        "prompts": _prompt_rows(comparison.prompts),
+        "unmatched": [
             (WHERE[u.record], u.path or "model", u.op, u.times) for u in comparison.unmatched
         ],
-        changes=[(c.name, _words(c.a), _words(c.b)) for c in comparison.changes],
-        same=[
+        "changes": [(c.name, _words(c.a), _words(c.b)) for c in comparison.changes],
+        "same": [
             (name, _words(value))
             for name, value in comparison.a.environment.items()
             if name not in changed
         ],
-    )
+    }
 
 
-def training_page(text: str, exit_code: int) -> str:
-    """Return the page of two training runs: their report as it is."""
-    return _page("two training runs", exit_code, verdict="", text=text)
-
-
-def _page(names: str, exit_code: int, **values: Any) -> str:
-    title, colour = f"Drift: {names}", VERDICT_COLOURS[exit_code]
-    values = {"text": "", "names": names, "title": title, "colour": colour, **values}
-    return render(Path(__file__).with_name("page.html"), exit_code=exit_code, **values)
+def _tokens_of(place: Position) -> str:
+    return f"{place.token_a} over {place.runner_up}"
 
 
 def _scatter(positions: Sequence[Position]) -> Any:

@@ -19,15 +19,20 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import xxhash
 
-from xtrain.drift.errors import DriftError
-from xtrain.drift.recording.format import check_fields, damaged, is_hash, is_number, read_json
+from xtrain.drift.recording.record_format import (
+    check_fields,
+    damaged,
+    is_hash,
+    is_number,
+    read_json,
+)
 from xtrain.drift.recording.tensors import DTYPES
+from xtrain.drift.settings import DriftError
 from xtrain.files import Form, is_count, is_object, is_text, listed, one_of
 
-FORMAT = "xtrain.drift.training"
-VERSION = 1
-MANY = 1 << 20  # weights that an op may read
+FORMAT, VERSION = "xtrain.drift.training", 1
 STEP_FILE = re.compile(r"step_(\d{8,18})\.json")
+MAX_WEIGHTS = 1 << 20  # that an op may read
 
 
 class Row(NamedTuple):
@@ -55,9 +60,7 @@ START: dict[str, Form] = {
     "version": is_count,
     "rank": is_count,
     "environment": is_object,
-    "configuration?": lambda value: (
-        is_object(value) and all(is_object(table) for table in value.values())
-    ),
+    "configuration?": lambda value: is_object(value) and all(map(is_object, value.values())),
     "weights": listed(is_text),
 }
 STEP: dict[str, Form] = {
@@ -113,7 +116,7 @@ def steps(folder: Path) -> set[int]:
 def read_start(folder: Path, rank: int) -> dict[str, Any]:
     """Return what start.json holds. Raises: DriftError for another version, or damage."""
     path = folder / "start.json"
-    contents = _read(path)
+    contents = _with_checksum(path)
     check_fields(contents, START, path)
     if contents["version"] != VERSION:
         raise DriftError(
@@ -127,30 +130,24 @@ def read_start(folder: Path, rank: int) -> dict[str, Any]:
 def read_step(folder: Path, step: int, rank: int) -> dict[str, Any]:
     """Return what the file of a step holds. Raises: DriftError."""
     path = step_file(folder, step)
-    contents = _read(path)
+    contents = _with_checksum(path)
     check_fields(contents, STEP, path)
     if (contents["step"], contents["rank"]) != (step, rank):
         raise damaged(path, f"it is of step {contents['step']}, rank {contents['rank']}")
-    _check_formulas(contents, path)
+    contents["rows"] = [Row(*row) for row in contents["rows"]]
+    formulas = contents.setdefault("formulas", None)  # of ops; older runs have none
+    num_ops = sum(row.kind == "op" for row in contents["rows"])
+    if formulas is not None and (not isinstance(formulas, list) or len(formulas) != num_ops):
+        raise damaged(path, f"formulas are not those of {num_ops} ops")
+    for number, formula in enumerate(formulas or ()):
+        fits = isinstance(formula, list) and len(formula) == 2 and is_text(formula[1])
+        fits = fits and isinstance(formula[0], list)
+        if not fits or not all(type(n) is int and -MAX_WEIGHTS < n < number for n in formula[0]):
+            raise damaged(path, f"formulas[{number}] is {str(formula)[:40]}")
     return contents
 
 
-def _check_formulas(contents: dict[str, Any], path: Path) -> None:
-    """Of each op those before it that it reads; older runs have none."""
-    formulas = contents.get("formulas")
-    if formulas is None:
-        return
-    num_ops = sum(row[0] == "op" for row in contents["rows"])
-    if not isinstance(formulas, list) or len(formulas) != num_ops:
-        raise damaged(path, f"formulas are not those of {num_ops} ops")
-    for number, formula in enumerate(formulas):
-        fits = isinstance(formula, list) and len(formula) == 2 and is_text(formula[1])
-        fits = fits and isinstance(formula[0], list)
-        if not fits or not all(type(n) is int and -MANY < n < number for n in formula[0]):
-            raise damaged(path, f"formulas[{number}] is {str(formula)[:40]}")
-
-
-def _read(path: Path) -> dict[str, Any]:
+def _with_checksum(path: Path) -> dict[str, Any]:
     contents = read_json(path)
     if not isinstance(contents, dict) or "xxh3_128" not in contents:
         raise damaged(path, "it has no checksum")

@@ -12,7 +12,7 @@ below, a setting in settings.Run, what is kept of every op and block as a field 
 
 The manifest finds what was damaged by chance. A file that was edited together with its manifest
 passes there, and is refused by the name of its field or tensor instead of failing somewhere in a
-comparison. What a record says twice xtrain.drift.comparison.contradictions holds together.
+comparison. What a record says twice xtrain.drift.comparison.differences holds together.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtrain import files
-from xtrain.drift.errors import DriftError
 from xtrain.drift.recording.tensors import (
     DTYPES,
     NUM_SAMPLES,
@@ -41,7 +40,7 @@ from xtrain.drift.recording.tensors import (
     file_hash,
     to_float64,
 )
-from xtrain.drift.settings import Run
+from xtrain.drift.settings import DriftError, Run
 from xtrain.files import Form, is_count, is_object, is_text, listed, one_of, optional
 from xtrain.settings import fits
 
@@ -267,11 +266,6 @@ class Columns:
     whole_shape: NDArray[np.int64] = column("I64", MAX_DIMS, lambda r: _eight(r.whole_shape))
     statistics: NDArray[np.float64] = column("F64", len(STATISTICS), lambda r: r.mark.statistics)
     samples: NDArray[np.float64] = column("F64", NUM_SAMPLES, lambda r: r.mark.samples)
-
-    @classmethod
-    def makers(cls) -> list[Callable[[Result], Any]]:
-        """Return what gives each column's numbers of a result."""
-        return [item.metadata["of"] for item in fields(cls)]
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[Any]]) -> Columns:
@@ -515,42 +509,78 @@ def _check_names(record: Record) -> None:
         raise damaged(record.path, f"record.json needs no {min(extra)}")
 
 
+Expected = dict[str, tuple[str | None, tuple[int | None, ...] | None]]  # None: whatever it is
+
+
 def _check_arrays(case: Case) -> None:
     """Raise DriftError, naming the tensor, unless the files of a prompt hold what its steps need.
 
     No number is read but the shapes of whole tensors.
     """
-    arrays, values = case.arrays, case.values
-    names: set[str] = set()
-    num_logits: int | None = None
+    arrays, expected = case.arrays, Expected()
     for step in case.steps:
-        for kind in ("ops", "blocks"):
-            for item in fields(Columns):
-                full, form = f"{step.prefix}/{kind}/{item.name}", item.metadata
-                if form["later"] and full not in arrays:
-                    continue
-                names.add(full)
-                _check_tensor(arrays, full, form["dtype"], (len(step.keys(kind)), form["width"]))
-        for number, key in enumerate(step.keys("blocks")):
-            names.add(full := f"{step.prefix}/rows/{number:04d}")
-            _check_tensor(arrays, full, key.dtype, (None, None))
+        expected |= _arrays_of(step)
+    _check_tensors(arrays, expected)
+    vocab_size = case.steps[0].logits()[0].shape[1]
+    for step in case.steps:
+        name, top_ids = f"{step.prefix}/logits", step.info["top_ids"][0]
+        if arrays.entries[name].shape[1] != vocab_size:
+            raise _other_form(arrays, name)
+        if vocab_size < len(top_ids):
+            raise damaged(arrays.path, f"the tensor {name} has fewer logits than top_ids")
         if case.record.contents["version"] > 1:
-            names |= _check_small(step, arrays)
-        names.add(full := f"{step.prefix}/logits")
-        _check_tensor(arrays, full, None, (len(step.tokens), num_logits))
-        num_logits = arrays.entries[full].shape[1]
-        if num_logits < len(step.info["top_ids"][0]):
-            raise damaged(arrays.path, f"the tensor {full} has fewer logits than top_ids")
-    _nothing_else(arrays, names)
-    if values is not None:
-        _nothing_else(values, {name for step in case.steps for name in _check_values(step, values)})
+            _check_small(step, arrays)
+    if (values := case.values) is not None:
+        expected = Expected()
+        for step in case.steps:
+            shapes = map(shape_of, step.columns().shape)
+            for index, (key, shape) in enumerate(zip(step.keys(), shapes, strict=True)):
+                known = shape if len(shape) < MAX_DIMS else None
+                expected[f"{step.prefix}/{index:05d}"] = key.dtype, known
+        _check_tensors(values, expected)
 
 
-def _check_small(step: Step, arrays: TensorFile) -> set[str]:
-    """Check the small results of a step against their shapes, and return the names."""
+def _arrays_of(step: Step) -> Expected:
+    """Return the tensors that a step has in case_NNNN.safetensors."""
+    arrays, prefix, found = step.case.arrays, step.prefix, Expected()
+    for kind in ("ops", "blocks"):
+        for item in fields(Columns):
+            name, form = f"{prefix}/{kind}/{item.name}", item.metadata
+            if not form["later"] or name in arrays:
+                found[name] = form["dtype"], (len(step.keys(kind)), form["width"])
+    for number, key in enumerate(step.keys("blocks")):
+        found[f"{prefix}/rows/{number:04d}"] = key.dtype, (None, None)
+    if step.record.contents["version"] > 1:
+        found[f"{prefix}/small/rows"] = "I64", (None,)
+        found[f"{prefix}/small/bits"] = "U8", (None,)
+    found[f"{prefix}/logits"] = None, (len(step.tokens), None)
+    return found
+
+
+def _check_tensors(file: TensorFile, expected: Expected) -> None:
+    """Raise DriftError unless a file has tensors of these forms, and no other."""
+    for name, (dtype, shape) in expected.items():
+        entry = file.entries.get(name)
+        if entry is None:
+            raise damaged(file.path, f"the tensor {name} is missing")
+        fits = dtype in (None, entry.dtype)
+        if shape is not None:
+            fits &= len(shape) == len(entry.shape)
+            fits &= all(n in (None, m) for n, m in zip(shape, entry.shape, strict=False))
+        if not fits:
+            raise _other_form(file, name)
+    if extra := file.keys() - expected.keys():
+        raise damaged(file.path, f"no step has a tensor {min(extra)[:40]!r}")
+
+
+def _other_form(file: TensorFile, name: str) -> DriftError:
+    entry = file.entries[name]
+    return damaged(file.path, f"the tensor {name} is {entry.dtype} {list(entry.shape)}")
+
+
+def _check_small(step: Step, arrays: TensorFile) -> None:
+    """Raise DriftError unless the small results of a step are those of their shapes."""
     rows_name, bits_name = f"{step.prefix}/small/rows", f"{step.prefix}/small/bits"
-    _check_tensor(arrays, rows_name, "I64", (None,))
-    _check_tensor(arrays, bits_name, "U8", (None,))
     rows, keys, shapes = arrays[rows_name], step.keys(), step.columns().shape
     if (np.diff(rows, prepend=-1) <= 0).any() or (rows >= len(keys)).any():
         raise damaged(arrays.path, f"the tensor {rows_name} names no ops in their order")
@@ -560,34 +590,3 @@ def _check_small(step: Step, arrays: TensorFile) -> set[str]:
     )
     if size != arrays.entries[bits_name].shape[0]:
         raise damaged(arrays.path, f"the tensor {bits_name} has not the {size} bytes of its shapes")
-    return {rows_name, bits_name}
-
-
-def _check_values(step: Step, values: TensorFile) -> list[str]:
-    """Check the whole tensors of a step and return their names."""
-    names, shapes = [], step.columns().shape
-    for index, key in enumerate(step.keys()):
-        names.append(f"{step.prefix}/{index:05d}")
-        shape = shape_of(shapes[index])
-        _check_tensor(values, names[-1], key.dtype, shape if len(shape) < MAX_DIMS else None)
-    return names
-
-
-def _check_tensor(
-    file: TensorFile, name: str, dtype: str | None, shape: tuple[int | None, ...] | None
-) -> None:
-    """Raise DriftError unless a file has a tensor of that form; None: whatever it is."""
-    entry = file.entries.get(name)
-    if entry is None:
-        raise damaged(file.path, f"the tensor {name} is missing")
-    fits = dtype in (None, entry.dtype)
-    if shape is not None:
-        fits &= len(shape) == len(entry.shape)
-        fits &= all(n in (None, m) for n, m in zip(shape, entry.shape, strict=False))
-    if not fits:
-        raise damaged(file.path, f"the tensor {name} is {entry.dtype} {list(entry.shape)}")
-
-
-def _nothing_else(file: TensorFile, names: set[str]) -> None:
-    if extra := file.keys() - names:
-        raise damaged(file.path, f"no step has a tensor {min(extra)[:40]!r}")

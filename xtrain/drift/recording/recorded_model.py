@@ -1,20 +1,19 @@
-"""MODEL on the command line: an xtrain run, a preset with a seed, or a Hugging Face folder.
+"""What a recording needs of a model: itself in its dtype, prompts, hashes of its weights.
 
-A preset's weights are drawn by NumPy's raw bit stream in integers: torch.randn itself changes with
-the instruction set, and two records must start from equal bits.
+xtrain.subject says what MODEL on the command line means. A preset's weights are drawn by NumPy's
+raw bit stream in integers: torch.randn itself changes with the instruction set, and two records
+must start from equal bits.
 
-
-Hashes of a model's weights: as they are, and rounded to the dtypes that another record may have.
-
-A model that was cast has other bits, and the same weights: bits in bf16 are compared with those
-that fp32 rounds to. No rounding says anything about what it takes away, so that both hashes are of
-every number.
+Weights are hashed as they are, and rounded to the dtypes that another record may have. A model that
+was cast has other bits, and the same weights: bits in bf16 are compared with those that fp32 rounds
+to. No rounding says anything about what it takes away, so that both hashes are of every number.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from xtrain.drift.errors import DriftError
 from xtrain.drift.recording.tensors import (
     DTYPES,
     ROUNDED_TO,
@@ -34,13 +32,14 @@ from xtrain.drift.recording.tensors import (
     samples_of,
 )
 from xtrain.drift.recording.writing import to_bits
+from xtrain.drift.settings import DriftError
 from xtrain.files import file_bytes, json_value, why
 
 CASTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
-class Subject:
+class RecordedModel:
     """A model to record, with what its prompts need."""
 
     model: nn.Module
@@ -53,26 +52,35 @@ class Subject:
     file_headers: list[str] = field(default_factory=list)  # lengths; of a Hugging Face folder
 
 
-def load(name: str, *, seed: int, runs: str, dtype: str, device: str) -> Subject:
+def load(name: str, flags: argparse.Namespace) -> RecordedModel:
     """Return the model that `name` means, its weights hashed, then on its device in its dtype.
 
-    Raises: DriftError when it is none of the three, or cannot be read.
+    Args:     flags: those of settings.FLAGS; used are seed, runs, dtype and device.
+    Raises:   DriftError, ConfigError, DataError or CheckpointError when there is none, or it cannot
+              be read.
     """
     from xtrain.config import PRESETS
+    from xtrain.subject import kind_of
 
-    if name in PRESETS:
-        subject = _preset(name, seed)
-    elif (Path(name) / "config.json").is_file():
-        subject = _hugging_face(Path(name), dtype)
+    named = Path(flags.runs) / name
+    if name not in PRESETS and (named / "config.toml").is_file():
+        name = str(named)
+    kind = kind_of(name)
+    if kind == "preset":
+        found = _preset(name, flags.seed)
+    elif kind == "run":
+        found = _run(name)
+    elif kind == "folder":
+        found = _hugging_face(Path(name), flags.dtype)
     else:
-        subject = _run(name, runs)
-    subject.weights = hash_weights(subject.model)
-    cast = None if subject.description["kind"] == "hugging_face" else CASTS.get(dtype)
-    subject.model.to(device=device, dtype=cast).eval()
-    return subject
+        raise DriftError(f"{name} is a function; xtrain.drift.record takes the model that it makes")
+    found.weights = hash_weights(found.model)
+    cast = None if kind == "folder" else CASTS.get(flags.dtype)
+    found.model.to(device=flags.device, dtype=cast).eval()
+    return found
 
 
-def _preset(name: str, seed: int) -> Subject:
+def _preset(name: str, seed: int) -> RecordedModel:
     from xtrain.data import load_tokenizer
     from xtrain.model import Config, Transformer
 
@@ -86,11 +94,11 @@ def _preset(name: str, seed: int) -> Subject:
     model.__class__ = Transformer
     draw_weights(model, seed)
     description = {"kind": "preset", "name": name, "seed": seed}
-    subject = Subject(model, description, config.vocab_size, config.max_seq_len)
+    found = RecordedModel(model, description, config.vocab_size, config.max_seq_len)
     if name == "small":  # whose vocabulary is that of bytes
         tokenizer = load_tokenizer("byte")
-        subject.encode, subject.decode = tokenizer.encode, tokenizer.decode
-    return subject
+        found.encode, found.decode = tokenizer.encode, tokenizer.decode
+    return found
 
 
 @torch.no_grad()
@@ -107,38 +115,33 @@ def draw_weights(model: nn.Module, seed: int) -> None:
             parameter.fill_(1.0)
             continue
         values = torch.empty(parameter.numel())
-        for start in range(0, parameter.numel(), 1 << 20):
-            count = min(1 << 20, parameter.numel() - start)
-            parts = stream.random_raw(count).view(np.uint16).reshape(-1, 4)
+        for piece in values.split(1 << 20):
+            parts = stream.random_raw(len(piece)).view(np.uint16).reshape(-1, 4)
             total = parts.astype(np.int32).sum(axis=1) - 2 * 65535
-            values[start : start + count] = torch.from_numpy(total.astype(np.float32) * scale)
+            piece.copy_(torch.from_numpy(total.astype(np.float32) * scale))
         parameter.copy_(values.view_as(parameter))
 
 
-def _run(name: str, runs: str) -> Subject:
-    from xtrain.checkpoint import CheckpointError
-    from xtrain.config import PRESETS, ConfigError
+def _run(name: str) -> RecordedModel:
     from xtrain.generate import load_run
-    from xtrain.training.run_folder import find
+    from xtrain.subject import run_path
+    from xtrain.training.run_folder import RunFolder
 
-    try:
-        run = find(Path(runs), name)
-    except ConfigError:
-        raise DriftError(
-            f"{name!r} is no preset ({', '.join(PRESETS)}), no run in {runs} or run's folder, and "
-            "no folder with a Hugging Face config.json"
-        ) from None
-    try:
-        model, tokenizer, step = load_run(run, "cpu")
-    except (ConfigError, CheckpointError, ValueError, KeyError, OSError) as error:
-        raise DriftError(f"cannot read the run {name}: {' '.join(str(error).split())}") from None
-    description = {"kind": "run", "name": run.name, "step": step}
+    run = RunFolder(run_path(name) or Path(name))
+    model, tokenizer, step = load_run(run, "cpu")
     length: Any = model.config.max_seq_len  # type: ignore[union-attr]
-    encode = tokenizer.encode if not tokenizer.name.startswith("ids:") else None
-    return Subject(model, description, tokenizer.vocab_size, length, encode, tokenizer.decode)
+    return RecordedModel(
+        model,
+        {"kind": "run", "name": run.name, "step": step},
+        tokenizer.vocab_size,
+        length,
+        tokenizer.encode if not tokenizer.name.startswith("ids:") else None,
+        tokenizer.decode,
+    )
 
 
-def _hugging_face(folder: Path, dtype: str) -> Subject:
+def _hugging_face(path: Path, dtype: str) -> RecordedModel:
+    folder = path if path.is_dir() else path.parent
     try:
         import transformers
     except ImportError:
@@ -156,33 +159,31 @@ def _hugging_face(folder: Path, dtype: str) -> Subject:
     except Exception as error:  # whatever the library finds wrong with the folder
         reason = " ".join(str(error).split())[:300]
         raise DriftError(f"cannot load {folder} as a causal language model: {reason}") from None
-    model, found = loaded
-    _check_complete(model, found["missing_keys"], folder)
-    config = model.config.get_text_config()
-    description = {"kind": "hugging_face", "name": folder.name, "class": type(model).__name__}
-    if dtype != "auto" and (checkpoint := checkpoint_hash(folder)) is not None:
-        description["checkpoint"] = checkpoint  # what the cast may have taken away
-    length = getattr(config, "max_position_embeddings", None)
-    subject = Subject(model, description, config.vocab_size, length)
-    subject.file_headers = header_sizes(folder)
-    if (folder / "tokenizer.json").is_file():
-        from tokenizers import Tokenizer
-
-        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        subject.encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
-        subject.decode = lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)
-    return subject
-
-
-def _check_complete(model: nn.Module, missing: Collection[str], folder: Path) -> None:
-    """Raise DriftError for parameters that no file has: the library draws those at random."""
-    lacking = [name for name, _ in model.named_parameters() if name in missing]
-    if lacking:
+    model, report = loaded
+    if lacking := [name for name, _ in model.named_parameters() if name in report["missing_keys"]]:
         weights = "1 weight" if len(lacking) == 1 else f"{len(lacking)} weights"
         raise DriftError(
             f"cannot record {folder}: its files lack {weights} of the model: {lacking[0]}; "
             "transformers would draw other numbers in each process"
         )
+    config = model.config.get_text_config()
+    description = {"kind": "hugging_face", "name": folder.name, "class": type(model).__name__}
+    if dtype != "auto" and (checkpoint := checkpoint_hash(folder)) is not None:
+        description["checkpoint"] = checkpoint  # what the cast may have taken away
+    length = getattr(config, "max_position_embeddings", None)
+    found = RecordedModel(model, description, config.vocab_size, length)
+    found.file_headers = [  # weights that are mapped lie behind a header
+        f"{file.name} {int.from_bytes(file.open('rb').read(8), 'little')}"
+        for file in sorted(folder.glob("*.safetensors"))
+    ]
+    if (folder / "tokenizer.json").is_file():
+        from xtrain.data import load_tokenizer
+
+        tokenizer = load_tokenizer(folder / "tokenizer.json")
+        known = tokenizer.vocab_size  # the head may choose an id that is none of its
+        found.encode = tokenizer.encode
+        found.decode = lambda ids: tokenizer.decode(i for i in ids if i < known)
+    return found
 
 
 # --- Prompts -------------------------------------------------------------------------------------
@@ -199,32 +200,29 @@ BUILT_IN = (
 )
 
 
-def prompts(
-    source: str | None, subject: Subject, *, seed: int, length: int, count: int
-) -> list[dict[str, Any]]:
+def prompts(found: RecordedModel, flags: argparse.Namespace) -> list[dict[str, Any]]:
     """Return [{"tokens": ids, "text": text or None}].
 
-    source: a .json file of lists of ids; another file, each line a prompt; None: the built-in
-            texts, or where no tokenizer is known, `count` prompts of `length` ids drawn by NumPy.
+    Those of the file --prompts: a .json of lists of ids, in others each line is one. Without it the
+    built-in texts, or where no tokenizer is known --num-prompts of --prompt-length ids by --seed.
     """
-    found: list[dict[str, Any]]
-    if source is not None:
-        found = _from_file(Path(source), subject)
-    elif subject.encode is not None:
-        found = [{"tokens": subject.encode(text), "text": text} for text in BUILT_IN]
+    if flags.prompts is not None:
+        listed = _from_file(Path(flags.prompts), found)
+    elif found.encode is not None:
+        listed = [{"tokens": found.encode(text), "text": text} for text in BUILT_IN]
     else:
-        found = [
-            {"tokens": ids, "text": None}
-            for ids in draw_tokens(count, length, subject.vocab_size, seed).tolist()
-        ]
-    for number, prompt in enumerate(found):
+        drawn = draw_tokens(flags.num_prompts, flags.prompt_length, found.vocab_size, flags.seed)
+        listed = [{"tokens": ids, "text": None} for ids in drawn.tolist()]
+    for number, prompt in enumerate(listed):
         tokens = prompt["tokens"]
-        if not tokens or not all(type(t) is int and 0 <= t < subject.vocab_size for t in tokens):
+        if not tokens or not all(type(t) is int and 0 <= t < found.vocab_size for t in tokens):
             raise DriftError(
-                f"prompt {number} must be ids below {subject.vocab_size}, at least one, got "
+                f"prompt {number} must be ids below {found.vocab_size}, at least one, got "
                 f"{str(tokens)[:60]}"
             )
-    return found
+        if prompt["text"] is None and flags.prompts is not None and found.decode is not None:
+            prompt["text"] = found.decode(tokens)
+    return listed
 
 
 def draw_tokens(count: int, length: int, vocab_size: int, seed: int) -> np.ndarray:
@@ -233,7 +231,7 @@ def draw_tokens(count: int, length: int, vocab_size: int, seed: int) -> np.ndarr
     return ((raw >> np.uint64(33)) % np.uint64(vocab_size)).astype(np.int64).reshape(count, length)
 
 
-def _from_file(path: Path, subject: Subject) -> list[dict[str, Any]]:
+def _from_file(path: Path, found: RecordedModel) -> list[dict[str, Any]]:
     try:
         data = file_bytes(path, pipe=True)
         text = data.decode("utf-8")
@@ -244,31 +242,22 @@ def _from_file(path: Path, subject: Subject) -> list[dict[str, Any]]:
             lists = json_value(data)
             if not isinstance(lists, list) or not all(isinstance(ids, list) for ids in lists):
                 raise ValueError("it holds something else")
-            found: list[dict[str, Any]] = [{"tokens": list(ids), "text": None} for ids in lists]
         except (ValueError, TypeError) as error:
             raise DriftError(f"{path} must hold a list of lists of ids: {error}") from None
-        if subject.decode is not None:
-            for prompt in found:
-                if all(type(token) is int and token >= 0 for token in prompt["tokens"]):
-                    prompt["text"] = _decoded(subject, prompt["tokens"])
+        listed: list[dict[str, Any]] = [{"tokens": ids, "text": None} for ids in lists]
+    elif found.encode is None:
+        raise DriftError(
+            f"no tokenizer is known for this model; {path} must be a .json of lists of ids"
+        )
     else:
-        if subject.encode is None:
-            raise DriftError(
-                f"no tokenizer is known for this model; {path} must be a .json of lists of ids"
-            )
         lines = [line for line in text.splitlines() if line.strip()]
-        found = [{"tokens": subject.encode(line), "text": line} for line in lines]
-    if not found:
+        listed = [{"tokens": found.encode(line), "text": line} for line in lines]
+    if not listed:
         raise DriftError(f"{path} holds no prompt")
-    return found
+    return listed
 
 
-def _decoded(subject: Subject, tokens: Sequence[int]) -> str | None:
-    try:
-        return subject.decode(tokens) if subject.decode is not None else None
-    except (ValueError, IndexError, OverflowError):
-        return None  # ids outside the vocabulary: the caller says so
-
+# --- Weights -------------------------------------------------------------------------------------
 
 PIECE = 1 << 18  # elements that are hashed and rounded while they are in the second-level cache
 
@@ -288,7 +277,15 @@ def hash_weights(model: nn.Module) -> list[dict[str, Any]]:
 
 def saved_weights(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Return every parameter and saved buffer by name, tied ones once: a record's order."""
-    return [*model.named_parameters(), *_buffers(model, persistent=True)]
+    saved = model.state_dict().keys()
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in saved]
+    return [*model.named_parameters(), *buffers]
+
+
+def derived_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the buffers that the model computes for itself, such as tables of frequencies."""
+    saved = model.state_dict().keys()
+    return [(name, buffer) for name, buffer in model.named_buffers() if name not in saved]
 
 
 def _marks(tensor: Tensor) -> dict[str, Any]:
@@ -362,14 +359,6 @@ def _mapped_files() -> list[tuple[int, int]]:
     return [(int(start, 16), int(end, 16)) for start, end in found]
 
 
-def header_sizes(folder: Path) -> list[str]:
-    """Return the length of each safetensors header: weights that are mapped lie behind it."""
-    return [
-        f"{path.name} {int.from_bytes(path.open('rb').read(8), 'little')}"
-        for path in sorted(folder.glob("*.safetensors"))
-    ]
-
-
 def checkpoint_hash(folder: Path) -> str | None:
     """Return a hash of the files that hold a Hugging Face folder's weights, None if there are none.
 
@@ -378,30 +367,3 @@ def checkpoint_hash(folder: Path) -> str | None:
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
     marks = "".join(file_hash(path) for path in files).encode()
     return xxhash.xxh3_128_hexdigest(marks) if files else None
-
-
-def derived_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the buffers that the model computes for itself, such as tables of frequencies."""
-    return _buffers(model, persistent=False)
-
-
-def _buffers(model: nn.Module, *, persistent: bool) -> list[tuple[str, Tensor]]:
-    saved = {
-        f"{path}.{name}" if path else name
-        for path, module in model.named_modules()
-        for name in module._buffers
-        if name not in module._non_persistent_buffers_set
-    }
-    return [
-        (name, buffer) for name, buffer in model.named_buffers() if (name in saved) is persistent
-    ]
-
-
-def count_parameters(model: nn.Module) -> int:
-    """Return how many numbers the parameters hold."""
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def weight_sizes(model: nn.Module) -> frozenset[int]:
-    """Return every size that a dimension of a parameter has."""
-    return frozenset(size for parameter in model.parameters() for size in parameter.shape)

@@ -16,14 +16,22 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from xtrain.command_line import Parser, exit_codes, limit_spinning, show
-from xtrain.drift.bisection import command as bisect_command
-from xtrain.drift.bisection import ops as ops_command
-from xtrain.drift.comparison.report import deliver, write_text
-from xtrain.drift.errors import BAD_INPUT, DriftError, missing_package
-from xtrain.drift.settings import FLAGS, RUN_FLAGS, Run, check_use, check_use_of_model, fill
+from xtrain.drift import bisect, single_ops
+from xtrain.drift.comparison.drift_report import deliver, write_text
+from xtrain.drift.settings import (
+    BAD_INPUT,
+    FLAGS,
+    RUN_FLAGS,
+    DriftError,
+    Run,
+    check_use,
+    check_use_of_model,
+    fill,
+    missing_package,
+)
 
 if TYPE_CHECKING:
-    from xtrain.drift.recording.format import Record
+    from xtrain.drift.recording.record_format import Record
 
 SIGNALLED = 128  # plus the signal's number: as a shell reports it
 EXAMPLES = """\
@@ -58,13 +66,13 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_record(commands.add_parser("record", help="run a model and keep a fingerprint of it all"))
     _add_compare(commands.add_parser("compare", help="compare two records"))
-    bisect = commands.add_parser("bisect", help="which setting moves the numbers, and where")
-    add_model_flags(bisect.add_argument)
-    bisect_command.add_flags(bisect)
-    bisect.set_defaults(run=bisect_command.run_bisect)
+    settings = commands.add_parser("bisect", help="which setting moves the numbers, and where")
+    add_model_flags(settings.add_argument)
+    bisect.add_flags(settings)
+    settings.set_defaults(run=bisect.run_bisect)
     ops = commands.add_parser("ops", help="each op alone under two settings, by row length")
-    ops_command.add_flags(ops)
-    ops.set_defaults(run=ops_command.run_ops)
+    single_ops.add_flags(ops)
+    ops.set_defaults(run=single_ops.run_ops)
     return parser
 
 
@@ -92,14 +100,10 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
         metavar="OLD=NEW",
         help="read parts of names as others, in both: --map module.= --map attn=attention",
     )
-    add_output_flags(parser.add_argument)
-    parser.set_defaults(run=run_compare)
-
-
-def add_output_flags(add: Callable[..., Any]) -> None:
-    """Add where results go beside the terminal."""
+    add = parser.add_argument
     add("--json", metavar="FILE", help="write everything; -: to stdout, instead of the tables")
     add("--html", metavar="FILE", help="write one self-contained page with plots")
+    parser.set_defaults(run=run_compare)
 
 
 def run_record(args: argparse.Namespace) -> int:
@@ -113,12 +117,11 @@ def run_record(args: argparse.Namespace) -> int:
     record = _record(args, flags)
     steps = sum(len(case.steps) for case in record.cases)
     size = sum(file["bytes"] for file in record.files.values()) / 2**20
-    text = f"{args.out}: {len(record.cases)} prompts, {steps} forwards, {size:.1f} MiB\n"
+    show(f"{args.out}: {len(record.cases)} prompts, {steps} forwards, {size:.1f} MiB\n")
     effect = record.contents["observer_effect"]
     if effect and effect["differs"]:
-        size = effect["max_abs"]
-        text += f"observer effect: observed logits differ from the model's by {size:.3g}\n"
-    show(text)
+        moved = f"{effect['max_abs']:.3g}"
+        show(f"observer effect: observed logits differ from the model's by {moved}\n")
     return 0
 
 
@@ -126,7 +129,7 @@ def _record(args: argparse.Namespace, flags: argparse.Namespace) -> Record:
     """Load MODEL, decode the prompts, write the record; flags are args with their defaults."""
     import torch
 
-    from xtrain.drift.recording import recorder, subject
+    from xtrain.drift.recording import forwards, recorded_model
 
     kind, _, number = flags.device.partition(":")
     count = torch.cuda.device_count() if kind == "cuda" and torch.cuda.is_available() else 0
@@ -139,24 +142,16 @@ def _record(args: argparse.Namespace, flags: argparse.Namespace) -> Record:
     values = {flag.field: getattr(flags, flag.dest) for flag in RUN_FLAGS.values()}
     values |= {"num_tokens": flags.tokens or 1, "decode": flags.decode if flags.tokens else None}
     settings = Run(**{**values, "pad_to": None})
-    found = subject.load(
-        args.model, seed=flags.seed, runs=flags.runs, dtype=flags.dtype, device=flags.device
-    )
+    found = recorded_model.load(args.model, flags)
     check_use_of_model(args, found.description["kind"], tokenizer=found.encode is not None)
-    prompts = subject.prompts(
-        flags.prompts,
-        found,
-        seed=flags.seed,
-        length=flags.prompt_length,
-        count=flags.num_prompts,
-    )
+    prompts = recorded_model.prompts(found, flags)
     # compiled modes have one shape, and so one compile
     auto = flags.mode != "eager" and flags.decode != "generate"
     pad_to = flags.pad_to
     if pad_to == "auto" or pad_to is None and auto:
         longest = max(len(prompt["tokens"]) for prompt in prompts)
         pad_to = longest + max(flags.tokens - 1, 0)
-    return recorder.record_prompts(
+    return forwards.record_prompts(
         found,
         prompts,
         replace(settings, pad_to=pad_to),
@@ -172,61 +167,36 @@ def _progress(text: str) -> None:
 
 
 def run_compare(args: argparse.Namespace) -> int:
-    """Compare two records; the exit code is the verdict."""
-    from xtrain.drift.comparison.records import compare
-    from xtrain.drift.comparison.report import as_json, as_text
-    from xtrain.drift.recording.training_folder import find
+    """Compare two records, or two training runs; the exit code is the verdict."""
+    from xtrain.drift.comparison.drift_report import as_json, as_text, page
+    from xtrain.drift.comparison.two_records import Comparison, compare
+    from xtrain.drift.comparison.two_runs import TrainingComparison, compare_training
+    from xtrain.drift.recording.training_format import find
 
     if args.html == "-":
         raise DriftError("--html needs the name of a file; --json alone knows -, for stdout")
+    comparison: Comparison | TrainingComparison
     if find(args.a) or find(args.b):
-        return _compare_training(args)
-    comparison = compare(args.a, args.b, names=_names(args.map))
+        if args.map:
+            raise DriftError("--map is for records; training runs are compared by their own names")
+        comparison = compare_training(args.a, args.b)
+    else:
+        comparison = compare(args.a, args.b, names=_names(args.map))
     if args.html:
-        from xtrain.drift.comparison.report import page
-
         write_text(args.html, page(comparison))
     deliver(args.json, lambda: as_json(comparison), lambda: as_text(comparison))
     return comparison.exit_code
 
 
 def _names(flags: Sequence[str]) -> dict[str, str]:
-    found = {}
     for flag in flags:
-        old, equals, new = flag.partition("=")
-        if not equals:
+        if "=" not in flag:
             raise DriftError(f"--map needs OLD=NEW, parts of the names of modules; got {flag!r}")
-        found[old] = new
-    return found
-
-
-def _compare_training(args: argparse.Namespace) -> int:
-    from dataclasses import asdict
-
-    from xtrain.drift.comparison.report import plain
-    from xtrain.drift.comparison.training import as_text, compare_training
-
-    if args.map:
-        raise DriftError("--map is for records; training runs are compared by their own names")
-    comparison = compare_training(args.a, args.b)
-    if args.html:
-        from xtrain.drift.comparison.report import training_page
-
-        write_text(args.html, training_page(as_text(comparison), comparison.exit_code))
-    values = {**asdict(comparison), "exit_code": comparison.exit_code}
-    deliver(args.json, lambda: plain(values), lambda: as_text(comparison))
-    return comparison.exit_code
-
-
-def _run(args: argparse.Namespace) -> int:
-    try:
-        code: int = args.run(args)
-    except ModuleNotFoundError as error:
-        raise DriftError(missing_package(error)) from error
-    return code
+    return dict(flag.split("=", 1) for flag in flags)
 
 
 # --- how the command ends ------------------------------------------------------------------------
+
 
 # Another signal within this time finds the first one's clean-up under way, and is left out.
 GRACE_S = 10.0
@@ -260,16 +230,16 @@ def termination_raises() -> Iterator[None]:
         if first:
             raise Terminated(number)
 
-    before = {}
-    for name in ("SIGTERM", "SIGHUP"):
-        number = getattr(signal, name, None)
-        if number is not None and signal.getsignal(number) is signal.SIG_DFL:
-            before[number] = signal.signal(number, handle)
+    names = (name for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
+    numbers = [getattr(signal, name) for name in names]
+    caught = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
+    for number in caught:
+        signal.signal(number, handle)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number in caught:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -281,7 +251,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args = build_parser().parse_args(arguments)
         try:
             with termination_raises():
-                status.code = _run(args)
+                status.code = args.run(args)
+        except ModuleNotFoundError as error:
+            raise DriftError(missing_package(error)) from error
         except Terminated as error:
             print(error, file=sys.stderr)
             status.code = SIGNALLED + error.number

@@ -21,7 +21,7 @@ from xtrain import torch_compat
 from xtrain.drift.recording.environment import collect
 from xtrain.drift.recording.observe import Observer, OpSink, Origins
 from xtrain.drift.recording.tensors import fingerprint, json_number, write_json
-from xtrain.drift.recording.training_folder import (
+from xtrain.drift.recording.training_format import (
     FORMAT,
     VERSION,
     Row,

@@ -1,23 +1,41 @@
-"""`ops`: which ops, at which row lengths, keep their bits under two settings; as a picture."""
+"""`ops`: which ops, at which row lengths, keep their bits under two settings; as a picture.
+
+A child runs each op alone on fixed inputs, row lengths 1 to 64 and a few large ones. No torch here
+but in the child.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING
 
+import numpy as np
 from tabulate import tabulate
 
 from xtrain.command_line import show
-from xtrain.drift.bisection.factors import Factor, parse_all, run_child
-from xtrain.drift.comparison.report import deliver
-from xtrain.drift.errors import DriftError
-from xtrain.drift.settings import DEVICE, DTYPES, FACTORS, MAX_THREADS, check_factors, fill
+from xtrain.drift.bisect import Factor, parse_all, run_child
+from xtrain.drift.comparison.drift_report import deliver
+from xtrain.drift.recording.tensors import hash_bits, same_nan
+from xtrain.drift.settings import (
+    DEVICE,
+    DTYPES,
+    FACTORS,
+    MAX_THREADS,
+    DriftError,
+    check_factors,
+    fill,
+)
 from xtrain.settings import Settings, flags, option
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+LENGTHS = (*range(1, 65), 127, 128, 256, 768, 1000, 4096)
 SAME, DIFFERENT, ABSENT = ".", "#", " "
 
 
@@ -154,9 +172,94 @@ def _mark(a: str, b: str) -> str:
 
 
 def _child(args: argparse.Namespace) -> int:
-    from xtrain.drift.bisection.op_hashes import run
-    from xtrain.drift.recording.subject import CASTS
+    """Print the hashes as JSON."""
+    import torch
 
-    dtype: Any = CASTS[args.dtype]
-    show(run(args.rows, dtype, args.device, args.threads) + "\n")
+    from xtrain.drift.recording.recorded_model import CASTS
+
+    torch.set_num_threads(args.threads)
+    found = hashes(args.rows, CASTS[args.dtype], args.device)
+    show(json.dumps({"lengths": LENGTHS, "hashes": found}) + "\n")
     return 0
+
+
+# --- in the child: each op alone on fixed inputs -------------------------------------------------
+
+
+def draw(*shape: int) -> Tensor:
+    """Return numbers in [-2, 2), the same everywhere: multiples of 2^-22 made of integers."""
+    import torch
+
+    raw = np.random.PCG64(list(shape)).random_raw(int(np.prod(shape)))
+    values = (raw >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-22) - np.float32(2)
+    return torch.from_numpy(values.reshape(shape))
+
+
+def ops() -> dict[str, Callable[[Tensor], Tensor]]:
+    """Return op -> what it computes of rows."""
+    import torch
+    import torch.nn.functional as F
+
+    def attention(x: Tensor, num_queries: int, size: int, causal: bool = False) -> Tensor:
+        """2 heads over x.shape[-1] keys."""
+        lengths = (num_queries, x.shape[-1], x.shape[-1])
+        q, k, v = (draw(1, 2, n, size + i)[..., :size].to(x) for i, n in enumerate(lengths))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    return {
+        "add": lambda x: x + x.flip(-1),
+        "mul": lambda x: x * x.flip(-1),
+        "div": lambda x: x / (x.flip(-1) + 3),
+        "sum": lambda x: x.sum(-1),
+        "sum_all": lambda x: x.sum(),
+        "mean": lambda x: x.mean(-1),
+        "var": lambda x: x.var(-1, correction=0),
+        "norm": lambda x: torch.linalg.vector_norm(x, dim=-1),
+        "cumsum": lambda x: x.cumsum(-1),
+        "exp": torch.exp,
+        "log": lambda x: torch.log(x + 3),
+        "sin": torch.sin,
+        "cos": torch.cos,
+        "pow": lambda x: (x + 3).pow(2.5),
+        "rsqrt": lambda x: (x * x + 1).rsqrt(),
+        "tanh": torch.tanh,
+        "sigmoid": torch.sigmoid,
+        "silu": F.silu,
+        "gelu": F.gelu,
+        "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+        "softplus": F.softplus,
+        "softmax": lambda x: x.softmax(-1),
+        "log_softmax": lambda x: x.log_softmax(-1),
+        "layer_norm": lambda x: F.layer_norm(x, x.shape[-1:]),
+        "rms_norm": lambda x: F.rms_norm(x, x.shape[-1:], eps=1e-6),
+        "mm": lambda x: x @ draw(x.shape[-1], 48).to(x.dtype),
+        "mv": lambda x: x @ draw(x.shape[-1]).to(x.dtype),
+        "linear": lambda x: F.linear(x, draw(48, x.shape[-1]).to(x.dtype), draw(48).to(x.dtype)),
+        "bmm": lambda x: x[None] @ draw(1, x.shape[-1], 8).to(x.dtype),
+        "sdpa": lambda x: attention(x, x.shape[-1], 16),
+        "sdpa_causal": lambda x: attention(x, x.shape[-1], 16, causal=True),
+        # a step of decoding, where threads share keys
+        "sdpa_one_query": lambda x: attention(x, 1, 32),
+        "cross_entropy": lambda x: F.cross_entropy(
+            x, torch.arange(len(x), device=x.device) % x.shape[-1], reduction="none"
+        ),
+    }
+
+
+def hashes(rows: int, dtype: torch.dtype, device: str) -> dict[str, list[str]]:
+    """Return op -> hash of its result per length of LENGTHS; "" where it cannot run."""
+    import torch
+
+    inputs = [draw(rows, length).to(device, dtype) for length in LENGTHS]
+    with torch.no_grad():
+        return {name: [_hash(op, x) for x in inputs] for name, op in ops().items()}
+
+
+def _hash(op: Callable[[Tensor], Tensor], x: Tensor) -> str:
+    from xtrain.drift.recording.writing import to_bits
+
+    try:
+        bits, dtype = to_bits(op(x))
+    except (RuntimeError, NotImplementedError):
+        return ""  # not implemented for this dtype or device
+    return hash_bits(same_nan(bits.reshape(-1), dtype)).hex()[:16]

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,28 +20,26 @@ from xtrain.drift.comparison.comparable import (
     changes,
     why_not_comparable,
 )
-from xtrain.drift.comparison.contradictions import check_rows, contradiction_of, verify
 from xtrain.drift.comparison.differences import (
     Aside,
     Distance,
-    Unmatched,
     absolute_difference,
     align,
+    bound,
+    check_rows,
+    contradiction_of,
     differences,
     distance,
     max_ulps,
-    op_distance,
     out_of_order,
     set_aside,
+    verify,
 )
 from xtrain.drift.comparison.flip import flip_verdict
 from xtrain.drift.comparison.pairing import Partners
-from xtrain.drift.recording.format import Case, Columns, OpKey, Record, Step, shape_of
+from xtrain.drift.recording.record_format import Case, OpKey, Record, Step, shape_of
 from xtrain.drift.recording.tensors import coarser_dtype, to_float64
-
-if TYPE_CHECKING:
-    pass
-
+from xtrain.drift.settings import LAYOUT
 
 IDENTICAL, NO_FLIP, CAN_FLIP, TOKENS_DIFFER, NOT_COMPARABLE = 0, 1, 2, 3, 4
 VERDICTS = {
@@ -51,6 +49,18 @@ VERDICTS = {
     TOKENS_DIFFER: "the tokens differ",
     NOT_COMPARABLE: "not comparable",
 }
+
+
+Place = tuple[str, str, str]  # "a", "b" or "both", path, op
+
+
+class Unmatched(NamedTuple):
+    """An op without a partner: one of two records lacks it, or has it in another shape."""
+
+    record: str  # "a" | "b": the one that has it; "both" when the shapes differ
+    path: str
+    op: str
+    times: int  # occurrences in all compared forwards
 
 
 @dataclass(frozen=True)
@@ -94,17 +104,17 @@ class Position:
         return f"prompt {self.prompt}, step {self.step}, position {self.position}"
 
 
-@dataclass(frozen=True)
+@dataclass
 class PromptResult:
     """What is equal of one prompt."""
 
     prompt: int
-    num_steps: int  # compared: up to the first one with other tokens
-    ops_equal: bool
-    logits_equal: bool
-    tokens_equal: bool
-    first_divergence: Divergence | None
-    num_matched: int  # results of ops and blocks that both have
+    num_steps: int = 0  # compared: up to the first one with other tokens
+    ops_equal: bool = True
+    logits_equal: bool = True
+    tokens_equal: bool = True
+    first_divergence: Divergence | None = None
+    num_matched: int = 0  # results of ops and blocks that both have
 
     @property
     def words(self) -> tuple[str, str, str]:
@@ -128,7 +138,7 @@ class LayerGrowth:
 
 @dataclass
 class Comparison:
-    """The result; xtrain.drift.comparison.report makes text, JSON and a page of it."""
+    """The result; xtrain.drift.comparison.drift_report makes text, JSON and a page of it."""
 
     a: Record
     b: Record
@@ -146,8 +156,7 @@ class Comparison:
     @cached_property
     def same_layout(self) -> bool:
         """Whether both computed the prompts in the same batches, with the same padding."""
-        names = ("batch_size", "pad_to", "decode")
-        return all(self.a.run[name] == self.b.run[name] for name in names)
+        return all(self.a.run[name] == self.b.run[name] for name in LAYOUT)
 
     @property
     def environment_changes(self) -> list[Change]:
@@ -225,74 +234,58 @@ def compare(
     result.partners = Partners(a, b, same_layout=result.same_layout)
     if not result.same_layout:
         result.aside = out_of_order(a, b, result.partners)
-    unmatched: Counter[tuple[str, str, str]] = Counter()
+    unmatched: Counter[Place] = Counter()
     for case_a, case_b in zip(a.cases, b.cases, strict=True):
         result.prompts.append(_compare_case(result, case_a, case_b, unmatched))
     result.unmatched = [Unmatched(*key, count) for key, count in unmatched.items()]
     return result
 
 
-def _compare_case(
-    result: Comparison, a: Case, b: Case, unmatched: Counter[tuple[str, str, str]]
-) -> PromptResult:
-    first: Divergence | None = None
-    ops_equal = logits_equal = tokens_equal = True
-    num_steps, before = 0, result.num_matched
+def _compare_case(result: Comparison, a: Case, b: Case, unmatched: Counter[Place]) -> PromptResult:
+    prompt, before = PromptResult(a.number), result.num_matched
     for step_a, step_b in zip(a.steps, b.steps, strict=False):
         found = _compare_ops(result, step_a, step_b, unmatched)
-        num_steps += 1
         equal = _compare_logits(result, step_a, step_b)
         _grow(result, step_a, step_b)
-        ops_equal &= found is None
+        prompt.num_steps += 1
+        prompt.ops_equal &= found is None
         if not equal.all():
-            logits_equal = False
+            prompt.logits_equal = False
             found = found or _logits_divergence(step_a, step_b)
-        first = first or found
+        prompt.first_divergence = prompt.first_divergence or found
         if step_a.tokens != step_b.tokens:
-            tokens_equal = False
+            prompt.tokens_equal = False
             break  # from here on the inputs differ
-    return PromptResult(
-        prompt=a.number,
-        num_steps=num_steps,
-        ops_equal=ops_equal,
-        logits_equal=logits_equal,
-        tokens_equal=tokens_equal,
-        first_divergence=first,
-        num_matched=result.num_matched - before,
-    )
+    prompt.num_matched = result.num_matched - before
+    return prompt
 
 
 def _compare_ops(
-    result: Comparison, a: Step, b: Step, unmatched: Counter[tuple[str, str, str]]
+    result: Comparison, a: Step, b: Step, unmatched: Counter[Place]
 ) -> Divergence | None:
     """Return the first op or block of a step that differs."""
     found: list[tuple[float, Divergence]] = []
+    partners = result.partners
+    assert partners is not None
     for kind in ("ops", "blocks"):
         keys_a, keys_b = a.keys(kind), b.keys(kind)
         if kind == "ops" and bool(keys_a) != bool(keys_b):
-            names = keys_a or keys_b
-            unmatched.update(("a" if keys_a else "b", *key[:2]) for key in names)
+            unmatched.update(("a" if keys_a else "b", *key[:2]) for key in keys_a or keys_b)
             continue
-        if kind == "ops" and result.partners is not None:
-            aligned = result.partners(a, b)
-        else:
-            aligned = align(keys_a, keys_b)
+        aligned = partners(a, b) if kind == "ops" else align(keys_a, keys_b)
         unmatched.update(("a", *keys_a[i][:2]) for i in aligned.only_a)
         unmatched.update(("b", *keys_b[j][:2]) for j in aligned.only_b)
-        columns = a.columns(kind), b.columns(kind)
         check_rows(aligned.pairs, a, b, kind)
-        rows = differences(aligned.pairs, *columns, keys_a, keys_b, same_layout=result.same_layout)
+        rows = differences(aligned.pairs, a, b, kind, same_layout=result.same_layout)
         if kind == "ops" and result.aside:
             rows = set_aside(rows, a, b, result.aside)
         result.num_matched += int(rows.comparable.sum())
         for row in np.flatnonzero(~rows.comparable):
             unmatched["both", *keys_a[rows.pairs[row, 0]][:2]] += 1
-        different = np.flatnonzero(rows.different)
-        if len(different):
-            i, j = (int(index) for index in rows.pairs[different[0]])
+        for i, j in rows.pairs[rows.different][:1].tolist():
             place, divergence = _divergence(kind, a, b, i, j)
-            if kind == "ops" and result.partners is not None:
-                divergence = replace(divergence, cause=result.partners.cause(a, b, aligned, i, j))
+            if kind == "ops":
+                divergence = replace(divergence, cause=partners.cause(a, b, aligned, i, j))
             found.append((place, divergence))
     return min(found, key=lambda item: item[0])[1] if found else None
 
@@ -301,8 +294,11 @@ def _divergence(kind: str, a: Step, b: Step, i: int, j: int) -> tuple[float, Div
     """Return a divergence and its place among a's ops; a block ends after the last op in it."""
     key_a, key_b = a.keys(kind)[i], b.keys(kind)[j]
     columns = a.columns(kind), b.columns(kind)
-    values = (a.value(i), b.value(j)) if kind == "ops" else _whole_rows(a, b, i, j)
-    size = op_distance(values, columns, (i, j), (key_a.dtype, key_b.dtype))
+    one, other = (a.value(i), b.value(j)) if kind == "ops" else _whole_rows(a, b, i, j)
+    if one is not None and other is not None and one[0].shape == other[0].shape:
+        size = distance(*one, *other)
+    else:
+        size = bound(*columns, i, j, coarser_dtype(key_a.dtype, key_b.dtype))
     place: float = i
     if kind == "blocks":
         place = _end_of(key_a.path, a.keys("ops"), i)
@@ -343,9 +339,8 @@ def _compare_logits(result: Comparison, a: Step, b: Step) -> NDArray[np.bool_]:
         equal = ((x == y) & signs | np.isnan(x) & np.isnan(y)).all(axis=1)
     else:
         equal = ((x == y) | np.isnan(x) & np.isnan(y)).all(axis=1)
-    verdict = flip_verdict(x, y)
     offset = a.info["length"] - len(x)
-    for row, found in enumerate(verdict):
+    for row, found in enumerate(flip_verdict(x, y)):
         result.positions.append(
             Position(
                 prompt=a.case.number,
@@ -378,15 +373,11 @@ def _logits_divergence(a: Step, b: Step) -> Divergence:
     )
 
 
-def _equal(a: Columns, b: Columns, i: int, j: int) -> bool:
-    return bool((a.shape[i] == b.shape[j]).all() and (a.hash[i] == b.hash[j]).all())
-
-
 def _grow(result: Comparison, a: Step, b: Step) -> None:
     """Add the block outputs of a step, where the logits were taken, to the growth by layer."""
     aligned = align(a.keys("blocks"), b.keys("blocks"))
     layers = {layer.path: layer for layer in result.growth}
-    columns_a, columns_b = a.columns("blocks"), b.columns("blocks")
+    left, right = a.columns("blocks"), b.columns("blocks")
     for i, j in aligned.pairs.tolist():
         (bits_a, dtype_a), (bits_b, dtype_b) = a.rows(i), b.rows(j)
         layer = layers.get(a.keys("blocks")[i].path)
@@ -394,7 +385,7 @@ def _grow(result: Comparison, a: Step, b: Step) -> None:
             continue
         x, y = to_float64(bits_a, dtype_a), to_float64(bits_b, dtype_b)
         delta = absolute_difference(x, y)
-        if delta.any() and _equal(columns_a, columns_b, i, j) and dtype_a == dtype_b:
+        if delta.any() and (left.hash[i] == right.hash[j]).all() and dtype_a == dtype_b:
             raise contradiction_of(a, "blocks", i, "rows")
         layer.num_compared += len(x)
         layer.num_different += int(delta.any(axis=1).sum())

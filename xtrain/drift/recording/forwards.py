@@ -10,14 +10,15 @@ generate  the model's own: Hugging Face's generate() with its cache, or xtrain.g
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 import tempfile
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -26,26 +27,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from xtrain.drift.errors import DriftError
 from xtrain.drift.recording.environment import collect
-from xtrain.drift.recording.format import Record
 from xtrain.drift.recording.observe import Origins, Runner, logits_of, observed
-from xtrain.drift.recording.subject import (
-    Subject,
-    count_parameters,
-    hash_weights,
-    placement,
-    weight_sizes,
-)
+from xtrain.drift.recording.record_format import Record
+from xtrain.drift.recording.recorded_model import RecordedModel, hash_weights, placement
 from xtrain.drift.recording.tensors import hash_bits, json_number
-from xtrain.drift.recording.writing import (
-    CaseWriter,
-    Collector,
-    Layout,
-    RecordWriter,
-    to_bits,
-)
-from xtrain.drift.settings import Run
+from xtrain.drift.recording.writing import CaseWriter, Collector, Layout, RecordWriter, to_bits
+from xtrain.drift.settings import DriftError, Run
 
 PADDING_ID = 0  # to the right of what counts: a causal model's real tokens never see it
 
@@ -92,23 +80,24 @@ def record(
         warm_up=warm_up,
     )
     lengths = [len(prompt["tokens"] or "-") for prompt in prompts]
-    with _Recording(of_library(model, 0), prompts, settings, out, overwrite) as recording:
+    with _recording(of_library(model, 0), prompts, settings, out, overwrite) as recording:
         cases = recording.cases(range(len(prompts)))
         layout = recording.layout(len(prompts), max(lengths), lengths)
-        recording.forward(cases, named, layout, [slice(None)] * len(prompts))
+        run = partial(recording.run, named)
+        recording.forward(cases, layout, [slice(None)] * len(prompts), run)
         for case in cases:
             case.close(None)
     return recording.result()
 
 
-def of_library(model: nn.Module, vocab_size: int) -> Subject:
+def of_library(model: nn.Module, vocab_size: int) -> RecordedModel:
     """Return a model that a program holds; vocab_size: ids of its head that count, 0: all."""
     description = {"kind": "library", "name": type(model).__name__}
-    return Subject(model, description, vocab_size, None, weights=hash_weights(model))
+    return RecordedModel(model, description, vocab_size, None, weights=hash_weights(model))
 
 
 def record_prompts(
-    subject: Subject,
+    subject: RecordedModel,
     prompts: Sequence[Mapping[str, Any]],
     settings: Run,
     *,
@@ -122,7 +111,7 @@ def record_prompts(
     """
     _check_lengths(subject, prompts, settings)
     loop = {None: _all_positions, "generate": _generate}.get(settings.decode, _own_loop)
-    with _Recording(subject, prompts, settings, out, overwrite) as recording:
+    with _recording(subject, prompts, settings, out, overwrite) as recording:
         done = 0
         for numbers in _groups(prompts, settings):
             loop(recording, numbers)
@@ -131,46 +120,49 @@ def record_prompts(
     return recording.result()
 
 
+@contextmanager
+def _recording(
+    subject: RecordedModel,
+    prompts: Sequence[Mapping[str, Any]],
+    settings: Run,
+    out: str | os.PathLike[str] | None,
+    overwrite: bool,
+) -> Iterator[_Recording]:
+    """Give a record under way; it is complete when the block ends well, and absent otherwise."""
+    folder = None
+    if out is None:  # until the record is collected
+        folder = tempfile.TemporaryDirectory(prefix="xtrain-drift-")
+        out = Path(folder.name) / "record.drift"
+    runner = Runner(subject.model, settings.mode)
+    writer = RecordWriter(Path(out), overwrite=overwrite)  # last: an error leaves no folder
+    was_training = subject.model.training
+    subject.model.eval()
+    try:
+        warm = settings.warm_up
+        recording = _Recording(subject, prompts, settings, runner, writer, folder, warm)
+        yield recording
+        writer.close(recording.contents())
+    except BaseException:
+        writer.discard()
+        raise
+    finally:
+        subject.model.train(was_training)
+
+
+@dataclass(eq=False)
 class _Recording:
-    """One record being written: the runner, the writers of the prompts under way, the totals."""
+    """One record being written, the writers of its prompts, the totals."""
 
-    def __init__(
-        self,
-        subject: Subject,
-        prompts: Sequence[Mapping[str, Any]],
-        settings: Run,
-        out: str | os.PathLike[str] | None,
-        overwrite: bool,
-    ):
-        self.subject, self.prompts, self.settings = subject, prompts, settings
-        self.folder: tempfile.TemporaryDirectory | None = None
-        if out is None:  # until the record is collected
-            self.folder = tempfile.TemporaryDirectory(prefix="xtrain-drift-")
-            out = Path(self.folder.name) / "record.drift"
-        self.runner = Runner(subject.model, settings.mode)
-        self.weight_sizes = weight_sizes(subject.model)
-        self.warm = settings.warm_up
-        self.writer = RecordWriter(
-            Path(out), overwrite=overwrite
-        )  # last: an error leaves no folder
+    subject: RecordedModel
+    prompts: Sequence[Mapping[str, Any]]
+    settings: Run
+    runner: Runner
+    writer: RecordWriter
+    folder: tempfile.TemporaryDirectory | None
+    warm: int  # forwards still to come before the first recorded one
 
-    def __enter__(self) -> _Recording:
-        self.was_training = self.subject.model.training
-        self.subject.model.eval()
-        return self
-
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        self.subject.model.train(self.was_training)
-        if kind is not None:
-            self.writer.discard()
-            return
-        try:
-            self.writer.close(self._contents())
-        except BaseException:
-            self.writer.discard()
-            raise
-
-    def _contents(self) -> dict[str, Any]:
+    def contents(self) -> dict[str, Any]:
+        """Return what record.json holds of it."""
         effect = self.runner.observer_effect
         if effect is not None:
             effect = {**effect, "max_abs": json_number(effect["max_abs"])}
@@ -183,7 +175,7 @@ class _Recording:
             "model": {
                 **self.subject.description,
                 "class": type(self.subject.model).__name__,
-                "num_parameters": count_parameters(self.subject.model),
+                "num_parameters": sum(p.numel() for p in self.subject.model.parameters()),
                 "blocks": list(self.runner.blocks),
                 "weights": self.subject.weights,
             },
@@ -205,10 +197,17 @@ class _Recording:
 
     def layout(self, batch: int, length: int, lengths: Sequence[int]) -> Layout:
         """Return which part of each tensor belongs to which prompt."""
-        return Layout(batch, length, tuple(lengths), self.weight_sizes)
+        weight_sizes = frozenset(n for p in self.subject.model.parameters() for n in p.shape)
+        return Layout(batch, length, tuple(lengths), weight_sizes)
 
-    def run(self, inputs: Mapping[str, Any], collector: Collector, *, ops: bool) -> Tensor:
-        """Return the logits of a forward, cut to the vocabulary; the first one is warmed up."""
+    def has_ops(self, step: int) -> bool:
+        """Return whether the ops of a step are recorded."""
+        return self.settings.op_steps is None or step < self.settings.op_steps
+
+    def run(
+        self, inputs: Mapping[str, Any], collector: Collector | None, *, ops: bool = True
+    ) -> Tensor:
+        """Return the logits of a forward; the first one is warmed up."""
         unobserved = None
         while self.warm:
             unobserved = self.runner(inputs, None)
@@ -216,7 +215,7 @@ class _Recording:
         logits = self.runner(inputs, collector, ops=ops)
         if unobserved is not None:
             self.runner.note_effect(logits, unobserved)
-        return logits[..., : self.subject.vocab_size] if self.subject.vocab_size else logits
+        return logits
 
     def batch(self, tokens: Sequence[Sequence[int]]) -> tuple[dict[str, Tensor], Layout]:
         """Return the inputs of a forward, padded and filled up, and which part is whose."""
@@ -231,27 +230,32 @@ class _Recording:
     def forward(
         self,
         cases: Sequence[CaseWriter],
-        inputs: Mapping[str, Any],
         layout: Layout,
         positions: Sequence[slice],
+        run: Callable[[Collector], Tensor],
         *,
-        ops: bool = True,
+        length: int | None = None,
         choose: Callable[[int, Tensor], int] | None = None,
     ) -> list[list[int]]:
         """Record one forward, a step of each case, and return the tokens that it chooses.
 
-        choose: gives the token of a row from its logits [1, V]; None: the largest of each position.
+        Args:     run: makes the forward, hands its results to a collector and returns the logits.
+                  length: of what the logits depend on, where a cache holds more than the inputs.
+                  choose: gives the token of a row from its logits [1, V]; None: the largest of
+                  each position.
         """
         collector = Collector(layout, cases, positions)
-        logits = self.run(inputs, collector, ops=ops)
+        logits = run(collector)
+        if self.subject.vocab_size:
+            logits = logits[..., : self.subject.vocab_size]
         if len(logits) != layout.batch:
             raise DriftError(
                 f"the model returns {len(logits)} rows of logits for {layout.batch} of inputs"
             )
         steps = []
-        for row, length in enumerate(layout.lengths):
+        for row, own_length in enumerate(layout.lengths):
             last = logits[row, positions[row]]
-            steps.append(self.step(last, length, choose and [choose(row, last)]))
+            steps.append(self.step(last, length or own_length, choose and [choose(row, last)]))
         collector.write(steps, logits)
         return [step["tokens"] for step in steps]
 
@@ -277,6 +281,17 @@ class _Recording:
             "top_ids": ids[:, shown].tolist(),
             "top_logits": [[json_number(value) for value in row[shown]] for row in values],
         }
+
+    def close(self, case: CaseWriter, ids: Sequence[int]) -> None:
+        """Finish a prompt with its text, of which each step says how much went before it."""
+        decode = self.subject.decode
+        text = decode(ids) if decode is not None else None
+        for number, step in enumerate(case.steps):
+            step["text_end"] = None
+            if decode is not None and text is not None:
+                # bytes that are no whole character yet are none of the text
+                step["text_end"] = len(os.path.commonprefix([decode(ids[:number]), text]))
+        case.close(text)
 
 
 def greedy(logits: NDArray) -> list[int]:
@@ -340,7 +355,9 @@ def is_compiled(model: nn.Module) -> bool:
     return ours or any(hasattr(module, "_orig_mod") for module in model.modules())
 
 
-def _check_lengths(subject: Subject, prompts: Sequence[Mapping[str, Any]], settings: Run) -> None:
+def _check_lengths(
+    subject: RecordedModel, prompts: Sequence[Mapping[str, Any]], settings: Run
+) -> None:
     """Refuse a context that is too small, and a padding that some forward could not have."""
     limit, pad_to = subject.max_length, settings.pad_to
     chosen = settings.num_tokens if settings.decode else 1
@@ -367,10 +384,10 @@ def _check_lengths(subject: Subject, prompts: Sequence[Mapping[str, Any]], setti
 
 def _groups(prompts: Sequence[Mapping[str, Any]], settings: Run) -> Iterator[list[int]]:
     """Yield the prompts of each batch; generate() takes prompts of one length at a time."""
-    by_length: dict[int, list[int]] = {}
+    by_length: dict[int, list[int]] = defaultdict(list)
     for number, prompt in enumerate(prompts):
         key = len(prompt["tokens"]) if settings.decode == "generate" else 0
-        by_length.setdefault(key, []).append(number)
+        by_length[key].append(number)
     for numbers in by_length.values():
         for start in range(0, len(numbers), settings.batch_size):
             yield numbers[start : start + settings.batch_size]
@@ -385,35 +402,31 @@ def _all_positions(recording: _Recording, numbers: Sequence[int]) -> None:
     """Record one forward of each prompt with all its positions."""
     cases = recording.cases(numbers)
     inputs, layout = recording.batch([recording.prompts[number]["tokens"] for number in numbers])
-    recording.forward(cases, inputs, layout, [slice(0, n) for n in layout.lengths])
+    positions = [slice(0, n) for n in layout.lengths]
+    recording.forward(cases, layout, positions, partial(recording.run, inputs))
     for case in cases:
         case.close(None)
 
 
 def _own_loop(recording: _Recording, numbers: Sequence[int]) -> None:
     """Record a forward per token; each goes behind its prompt."""
-    settings = recording.settings
     cases = recording.cases(numbers)
     tokens = [list(recording.prompts[number]["tokens"]) for number in numbers]
-    for step in range(settings.num_tokens):
+    for step in range(recording.settings.num_tokens):
         inputs, layout = recording.batch(tokens)
         chosen = recording.forward(
             cases,
-            inputs,
             layout,
             [slice(n - 1, n) for n in layout.lengths],
-            ops=settings.op_steps is None or step < settings.op_steps,
-            choose=functools.partial(_choose, recording, numbers, step),
+            partial(recording.run, inputs, ops=recording.has_ops(step)),
+            choose=partial(_choose, recording.settings, numbers, step),
         )
         tokens = [row + new for row, new in zip(tokens, chosen, strict=True)]
     for case, number, row in zip(cases, numbers, tokens, strict=True):
-        _close(recording, case, row[len(recording.prompts[number]["tokens"]) :])
+        recording.close(case, row[len(recording.prompts[number]["tokens"]) :])
 
 
-def _choose(
-    recording: _Recording, numbers: Sequence[int], step: int, row: int, logits: Tensor
-) -> int:
-    settings = recording.settings
+def _choose(settings: Run, numbers: Sequence[int], step: int, row: int, logits: Tensor) -> int:
     values = logits.detach().cpu().double().numpy()
     if settings.decode == "greedy":
         return greedy(values)[0]
@@ -422,18 +435,6 @@ def _choose(
     raw = np.random.PCG64([settings.sample_seed, numbers[row], step]).random_raw()
     uniform = (raw >> 11) * 2.0**-53 * cumulative[-1]
     return min(int(np.searchsorted(cumulative, uniform, side="right")), len(cumulative) - 1)
-
-
-def _close(recording: _Recording, case: CaseWriter, ids: Sequence[int]) -> None:
-    """Finish a prompt with its text, of which each step says how much went before it."""
-    decode = recording.subject.decode
-    text = decode(ids) if decode is not None else None
-    for number, step in enumerate(case.steps):
-        if decode is None or text is None:
-            step["text_end"] = None
-        else:  # bytes that are no whole character yet are none of the text
-            step["text_end"] = len(os.path.commonprefix([decode(ids[:number]), text]))
-    case.close(text)
 
 
 # --- The model's own generation ------------------------------------------------------------------
@@ -464,7 +465,7 @@ def _generate(recording: _Recording, numbers: Sequence[int]) -> None:
             )
         for step, token in zip(case.steps, generated[row], strict=True):
             step["tokens"] = [token]  # what it chose, whatever it did to the logits
-        _close(recording, case, generated[row])
+        recording.close(case, generated[row])
 
 
 def _hugging_face(model: Any, ids: Tensor, num_tokens: int) -> list[list[int]]:
@@ -489,37 +490,39 @@ def _hugging_face(model: Any, ids: Tensor, num_tokens: int) -> list[list[int]]:
 def _xtrain(recording: _Recording, prompt: Sequence[int]) -> list[int]:
     from xtrain.generate import generate
 
-    subject = recording.subject
     return generate(
-        subject.model,
+        recording.subject.model,
         prompt,
         num_tokens=recording.settings.num_tokens,
-        vocab_size=subject.vocab_size,
+        vocab_size=recording.subject.vocab_size,
         temperature=0.0,
     )
 
 
 @contextmanager
-def _forwards(recording: _Recording, cases: list[Any], prompt_length: int) -> Iterator[None]:
+def _forwards(
+    recording: _Recording, cases: Sequence[CaseWriter], prompt_length: int
+) -> Iterator[None]:
     """Record each call of the model's forward, by whoever calls it, as a step."""
-    model, op_steps = recording.subject.model, recording.settings.op_steps
+    model, blocks = recording.subject.model, recording.runner.blocks
     original = model.forward
 
-    @functools.wraps(original)
+    @wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        tokens = args[0] if args else kwargs["input_ids"]
-        batch, length = tokens.shape
+        batch, length = (args[0] if args else kwargs["input_ids"]).shape
+        number, outputs = len(cases[0].steps), []
+
+        def run(collector: Collector) -> Tensor:
+            origins = Origins(model, (*args, *kwargs.values()))
+            with observed(model, blocks, collector, origins, ops=recording.has_ops(number)):
+                outputs.append(original(*args, **kwargs))
+            return logits_of(outputs[0])[:, -1:]
+
         layout = recording.layout(batch, length, [length] * len(cases))
-        collector = Collector(layout, cases, [slice(-1, None)] * len(cases))
-        ops = op_steps is None or len(cases[0].steps) < op_steps
-        origins = Origins(model, (*args, *kwargs.values()))
-        with observed(model, recording.runner.blocks, collector, origins, ops=ops):
-            output = original(*args, **kwargs)
-        logits = logits_of(output)[:, -1:, : recording.subject.vocab_size]
-        total = prompt_length + len(cases[0].steps)  # the forward itself may read a cache
-        steps = [recording.step(logits[row], total) for row in range(len(cases))]
-        collector.write(steps, logits)
-        return output
+        last = [slice(-1, None)] * len(cases)
+        # the forward itself may read a cache
+        recording.forward(cases, layout, last, run, length=prompt_length + number)
+        return outputs[0]
 
     model.forward = forward
     try:
