@@ -22,7 +22,7 @@ from xtrain import generate, train
 from xtrain.command_line import exit_codes
 from xtrain.drift.command import main as drift_main
 from xtrain.explain.command import main as explain_main
-from xtrain.training import console, session
+from xtrain.training import console, loop
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # bench/ is no installed package
@@ -41,7 +41,7 @@ def bench(name):
 # --- faults of the program ----------------------------------------------------------------------
 
 COMMANDS = {
-    "train": (lambda: train.main, "xtrain.training.session.train", ["--preset=tiny"]),
+    "train": (lambda: train.main, "xtrain.training.loop.train", ["--preset=tiny"]),
     "generate": (lambda: generate.main, "xtrain.generate.load_run", ["--run=r"]),
     "explain": (lambda: explain_main, "xtrain.subject.load", ["tiny"]),
     "drift": (lambda: drift_main, "xtrain.drift.comparison.records.compare", ["compare", "a", "b"]),
@@ -505,14 +505,14 @@ def test_a_sample_prompt_without_tokens_is_refused_before_the_run(run, capsys):
 
 
 def test_a_last_update_that_breaks_the_weights_costs_the_text_alone(run, capsys, monkeypatch):
-    original = session.Trainer.run
+    original = loop.Trainer.run
 
-    def breaking(trainer, stop):
-        code = original(trainer, stop)
+    def breaking(trainer, *arguments):
+        code = original(trainer, *arguments)
         with torch.no_grad():
-            trainer.parts.model.norm.weight.fill_(float("nan"))
+            trainer.model.norm.weight.fill_(float("nan"))
         return code
 
-    monkeypatch.setattr(session.Trainer, "run", breaking)
+    monkeypatch.setattr(loop.Trainer, "run", breaking)
     assert resumed("--set=train.sample_tokens=3") == 0
     assert "warning: no text after training: the logits after" in capsys.readouterr().out

@@ -13,7 +13,7 @@ import torch
 
 from xtrain.config import PRESETS, SECTIONS, ConfigError, RunConfig, parse_assignment
 from xtrain.model import Config, Transformer
-from xtrain.training.resolve import PRESET_DEFAULTS, resolve
+from xtrain.training.choices import PRESET_DEFAULTS, resolve
 
 
 def test_every_field_has_a_default_and_a_meaning():
@@ -152,7 +152,7 @@ def test_set_reads_values_by_the_field(text, expected):
         ("lr=1", "did you mean optim.learning_rate"),
         ("model.context=1", r"keys of \[model\]: preset, vocab_size"),
         ("optimizer.foo=1", "unknown section 'optimizer' in --set; did you mean optim?"),
-        ("nosec.x=3", "^unknown section 'nosec' in --set; sections: model, data, train, [^;]*$"),
+        ("nosec.x=3", "^unknown section 'nosec' in --set; known: model, data, train, [^;]*$"),
     ],
 )
 def test_set_refuses_what_it_does_not_know(text, message):

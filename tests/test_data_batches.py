@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from xtrain.data import Batches, DataError, open_corpus, to_torch
-from xtrain.data.batches import _splitmix64, permute
+from xtrain.data.batches import permute
 from xtrain.rng import site_seed, splitmix64
 
 
@@ -24,7 +24,8 @@ def epoch_order(size: int, seed: int, epoch: int = 0) -> np.ndarray:
 
 def test_splitmix64_equals_the_scalar_one():
     values = [0, 1, 12345, (1 << 63) - 1, 1 << 63, (1 << 64) - 1]
-    got = _splitmix64(np.array(values, dtype=np.uint64))
+    got = splitmix64(np.array(values, dtype=np.uint64))
+    assert got.dtype == np.uint64
     assert got.tolist() == [splitmix64(value) for value in values]
 
 

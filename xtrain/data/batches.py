@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xtrain.data.errors import DataError
-from xtrain.rng import GAMMA, MUL1, MUL2, site_seed
+from xtrain.rng import site_seed, splitmix64
 
 if TYPE_CHECKING:
     import torch
@@ -131,25 +131,15 @@ def permute(positions: Uint64, size: int, keys: Uint64) -> Uint64:
 
 
 def _rounds(x: Uint64, columns: int, rows: int, keys: Uint64) -> Uint64:
-    left, right = np.divmod(x, np.uint64(rows))
+    left, right = np.divmod(x, rows)
     for number in range(_ROUNDS):
         # Coordinates are below 2^32, so that number and coordinate never overlap in the key.
-        round_keys = keys ^ np.uint64(number << 56)
+        round_keys = keys ^ (number << 56)
         if number % 2 == 0:
-            left = (left + _splitmix64(round_keys ^ right) % np.uint64(columns)) % np.uint64(
-                columns
-            )
+            left = (left + splitmix64(round_keys ^ right) % columns) % columns
         else:
-            right = (right + _splitmix64(round_keys ^ left) % np.uint64(rows)) % np.uint64(rows)
-    return left * np.uint64(rows) + right
-
-
-def _splitmix64(x: Uint64) -> Uint64:
-    """Return rng.splitmix64 of every element; arithmetic on uint64 arrays is modulo 2^64."""
-    z = x + np.uint64(GAMMA)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(MUL1)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(MUL2)
-    return z ^ (z >> np.uint64(31))
+            right = (right + splitmix64(round_keys ^ left) % rows) % rows
+    return left * rows + right
 
 
 def _count(name: str, value: int) -> int:

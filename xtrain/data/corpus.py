@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from xtrain.data import cache, encode, readers, shards
+from xtrain.data import cache, encode, readers
 from xtrain.data.errors import DataError
 from xtrain.data.sources import Listing, Source, list_sources
 from xtrain.data.tokenizer import (
@@ -55,29 +55,18 @@ class Corpus:
         return self.tokenizer.vocab_size
 
     def split(
-        self,
-        *,
-        val_fraction: float | None = None,
-        val_tokens: int | None = None,
-        seq_len: int | None = None,
+        self, *, val_fraction: float, seq_len: int | None = None
     ) -> tuple[np.memmap, np.memmap]:
         """Return (train, val): views, val being the end of the corpus.
 
-        Args:     val_fraction: share of the tokens, in [0, 1); or
-                  val_tokens: their number. 0 gives an empty val.
+        Args:     val_fraction: share of the tokens, in [0, 1); 0 gives an empty val.
                   seq_len: when given, each part that is not empty must hold one sequence.
         Raises:   DataError for a value out of range or a part that is too short, with both lengths.
         """
         total = self.tokens.size
-        if (val_fraction is None) == (val_tokens is None):
-            raise DataError("split takes one of val_fraction and val_tokens")
-        if val_fraction is not None:
-            if not 0 <= val_fraction < 1:
-                raise DataError(f"val_fraction must be in [0, 1), got {val_fraction}")
-            val_tokens = round(total * val_fraction)
-        count = cast(int, val_tokens)
-        if not 0 <= count < total:
-            raise DataError(f"val_tokens must be in [0, {total}), the corpus's length; got {count}")
+        if not 0 <= val_fraction < 1:
+            raise DataError(f"val_fraction must be in [0, 1), got {val_fraction}")
+        count = round(total * val_fraction)
         parts = self.tokens[: total - count], self.tokens[total - count :]
         for name, part in zip(("training", "validation"), parts, strict=True):
             if seq_len is not None and 0 < part.size <= seq_len:
@@ -95,7 +84,7 @@ class Corpus:
         block = 1 << 21
         for start in range(0, self.tokens.size, block):
             ids = self.tokens[start : start + block]
-            shards.check_ids(ids, vocab_size, owner, "the corpus", start)
+            readers.check_ids(ids, vocab_size, owner, "the corpus", start)
 
 
 @dataclass(frozen=True)
@@ -187,7 +176,7 @@ class _Opener:
                 f"{spec} is trained on text, but {first} holds token ids: name the shard's own"
                 " tokenizer.json, or ids:N"
             )
-        parts = [shards.open_shard(source.path) for source in self.listing.sources]
+        parts = [readers.open_shard(source.path) for source in self.listing.sources]
         for part in parts:
             if part.dtype != parts[0].dtype:
                 raise DataError(f"{first} and {part.path} store ids of different types")
@@ -195,7 +184,7 @@ class _Opener:
             "checking ids", sum(p.num_tokens * p.dtype.itemsize for p in parts)
         ) as advance:
             for part in parts:
-                shards.check_range(part, tokenizer.vocab_size, tokenizer.name, advance)
+                readers.check_range(part, tokenizer.vocab_size, tokenizer.name, advance)
         content = self.content()
         dtype = parts[0].dtype
         key = _hash(cache.FORMAT_VERSION, content.sha256, tokenizer.fingerprint)
@@ -207,7 +196,7 @@ class _Opener:
 
             def build() -> Iterator[Ids]:
                 for part in parts:
-                    yield from shards.read_ids(part)
+                    yield from readers.read_ids(part)
                 self.check_unchanged(content)
 
             tokens = cache.cached_tokens(self.folder, key, dtype, build, self.progress.say)

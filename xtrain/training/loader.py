@@ -10,21 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-IGNORE_INDEX = -100  # a target that does not count
-
-
-class BatchSource(Protocol):
-    """What the loader needs of xtrain.data.Batches."""
-
-    def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (inputs, targets), each [B, T], of one step's global batch."""
-        ...
+from xtrain.data.batches import Batches, to_torch
+from xtrain.model import IGNORE_INDEX
 
 
 @dataclass(frozen=True)
@@ -61,13 +53,12 @@ def cut_batch(
     *,
     micro_batch_size: int,
     ranks: Ranks | None = None,
-    pin: bool = False,
+    device: torch.device | str = "cpu",
 ) -> StepBatch:
-    """Return this rank's micro-batches of a global batch, on the CPU.
+    """Return this rank's micro-batches of a global batch, on the device.
 
     Args:   inputs, targets: [B, T], any integer dtype.
             micro_batch_size: rows of one forward; divides B / world_size.
-            pin: into page-locked memory, from which copies to the GPU overlap with its work.
     Raises: ValueError when the batch cannot be cut evenly.
     """
     ranks = ranks or Ranks()
@@ -82,36 +73,31 @@ def cut_batch(
     micro_batches = []
     for first in range(start, start + local, micro_batch_size):
         rows = slice(first, first + micro_batch_size)
-        micro_batches.append(
-            MicroBatch(
-                first_sample=first,
-                inputs=_to_tensor(inputs[rows], pin),
-                targets=_to_tensor(targets[rows], pin),
-                num_targets=int(counts[rows].sum()),
-            )
-        )
+        own = (inputs[rows].astype(np.int64), targets[rows].astype(np.int64))  # no memory map
+        x, y = to_torch(own, device)
+        micro_batches.append(MicroBatch(first, x, y, int(counts[rows].sum())))
     return StepBatch(step, tuple(micro_batches), int(counts.sum()))
 
 
 class Loader:
     """Iterates over the StepBatches of steps first, first + 1, ... last - 1, on the device.
 
-    While a step is computed, a thread reads and cuts the next one. What it has read ahead is lost
-    without harm when the loop stops: the next run asks for its steps by number.
+    While a step is computed, a thread reads, cuts and copies the next one. What it has read ahead
+    is lost without harm when the loop stops: the next run asks for its steps by number.
     """
 
     def __init__(
         self,
-        source: BatchSource,
+        batches: Batches,
         *,
         micro_batch_size: int,
         device: torch.device,
         ranks: Ranks | None = None,
     ):
-        self.source = source
+        self.batches = batches
         self.micro_batch_size = micro_batch_size
         self.device = device
-        self.ranks = ranks or Ranks()
+        self.ranks = ranks
 
     def steps(self, first: int, last: int) -> Iterator[StepBatch]:
         """Yield the batches of steps first .. last - 1."""
@@ -121,36 +107,27 @@ class Loader:
                 assert pending is not None
                 batch = pending.result()
                 pending = pool.submit(self._read, step + 1) if step + 1 < last else None
-                yield to_device(batch, self.device)
+                yield batch
 
     def _read(self, step: int) -> StepBatch:
-        inputs, targets = self.source.batch(step)
         return cut_batch(
             step,
-            inputs,
-            targets,
+            *self.batches.batch(step),
             micro_batch_size=self.micro_batch_size,
             ranks=self.ranks,
-            pin=self.device.type == "cuda",
+            device=self.device,
         )
 
 
-def to_device(batch: StepBatch, device: torch.device) -> StepBatch:
-    """Return the batch on device; from pinned memory the copy does not wait."""
-    if device.type == "cpu":
-        return batch
-    moved = tuple(
-        MicroBatch(
-            first_sample=micro.first_sample,
-            inputs=micro.inputs.to(device, non_blocking=True),
-            targets=micro.targets.to(device, non_blocking=True),
-            num_targets=micro.num_targets,
-        )
-        for micro in batch.micro_batches
-    )
-    return StepBatch(batch.step, moved, batch.num_targets)
+def in_order(
+    batches: Batches, count: int, *, micro_batch_size: int, device: torch.device
+) -> Iterator[MicroBatch]:
+    """Yield samples 0 .. count - 1 on one rank, as for a validation; every micro-batch is full.
 
-
-def _to_tensor(array: np.ndarray, pin: bool) -> Tensor:
-    tensor = torch.from_numpy(array.astype(np.int64))  # a copy: the source may be a memory map
-    return tensor.pin_memory() if pin else tensor
+    The last rows may be too many: they keep the shape, which is compiled, and do not count.
+    """
+    for first in range(0, count, micro_batch_size):
+        inputs, targets = batches.samples(first, micro_batch_size)
+        targets[count - first :] = IGNORE_INDEX
+        cut = cut_batch(first, inputs, targets, micro_batch_size=micro_batch_size, device=device)
+        yield cut.micro_batches[0]

@@ -19,6 +19,13 @@ from xtrain.optim import Schedule, set_learning_rate, skip_updates_where
 from xtrain.training.loader import StepBatch
 
 
+def autocast(device: torch.device, dtype: str) -> Callable[[], AbstractContextManager]:
+    """Return what makes the context of a forward: bf16 activations, or nothing for fp32."""
+    if dtype == "fp32":
+        return nullcontext
+    return lambda: torch.autocast(device.type, dtype=torch.bfloat16)
+
+
 class TrainingError(RuntimeError):
     """A run that cannot go on; the message says at which step and what to try."""
 
@@ -64,7 +71,7 @@ class Updater:
         schedule: Schedule,
         update: Callable[[], object] | None = None,
         grad_clip: float = 0.0,
-        autocast: Callable[[], AbstractContextManager] | None = None,
+        autocast: Callable[[], AbstractContextManager] = nullcontext,
         world_size: int = 1,
         deferred: bool | None = None,
     ):
@@ -83,16 +90,15 @@ class Updater:
         self.schedule = schedule
         self.update = update or optimizer.step
         self.grad_clip = grad_clip
-        self.autocast = autocast or nullcontext
+        self.autocast = autocast
         self.world_size = world_size
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.device = self.parameters[0].device
         # A host that waits for the loss before it queues the update leaves a GPU idle. Deferred,
         # the device itself decides whether to update; the error is raised when the loss arrives.
-        if deferred is None:
-            deferred = self.device.type == "cuda"
+        self.deferred = self.device.type == "cuda" if deferred is None else deferred
         self.failed = None
-        if deferred and skip_updates_where(optimizer, None):
+        if self.deferred and skip_updates_where(optimizer, None):
             self.failed = torch.zeros((), device=self.device)
             skip_updates_where(optimizer, self.failed)
 
