@@ -18,14 +18,12 @@ import torch
 from torch._dynamo.utils import counters
 
 from xtrain import checkpoint, train
-from xtrain.config import OptimSection, RunConfig
+from xtrain.config import RunConfig
 from xtrain.data import Batches, load_tokenizer
 from xtrain.model import Config, Transformer
-from xtrain.optim import Schedule, build_adamw
 from xtrain.training import console, loop
-from xtrain.training.loader import Loader
 from xtrain.training.run_folder import RunFolder, metrics_line
-from xtrain.training.update import TrainingError, Updater
+from xtrain.training.update import Updater
 
 # --- the command line ---------------------------------------------------------------------------
 
@@ -492,51 +490,3 @@ def test_first_losses_are_those_of_the_cpu(runner):
         flags = ("--steps=5", "--dropout=0.2", "--dtype=fp32", "--set=optim.learning_rate=1e-4")
         assert runner(f"--name={device}", f"--device={device}", *flags) == 0
     assert runner.losses("cuda") == pytest.approx(runner.losses("cpu"), rel=1e-5)
-
-
-class Numbers:
-    def batch(self, step):
-        generator = torch.Generator().manual_seed(step)
-        tokens = torch.randint(0, 16, (4, 17), generator=generator).numpy()
-        return tokens[:, :-1], tokens[:, 1:]
-
-
-def updater(model):
-    optimizer = build_adamw(model, OptimSection(learning_rate=1e-3), compiled=False)
-    schedule = Schedule(kind="constant", peak=1e-3, minimum=0, warmup_steps=0, total_steps=9)
-    model.set_step = lambda step, first_sample: None
-    return Updater(model, optimizer, schedule=schedule, grad_clip=1.0)
-
-
-@pytest.mark.gpu
-def test_a_step_never_waits_for_the_device():
-    """torch raises at the first synchronisation."""
-    model = Transformer(Config.preset("tiny")).cuda()
-    update = updater(model)
-    loader = Loader(Numbers(), micro_batch_size=2, device=torch.device("cuda"))
-    batches = loader.steps(0, 4)
-    results = [update.step(next(batches))]  # the lazy start-up of libraries may wait
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        results += [update.step(batch) for batch in batches]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    losses = [result.values()[0] for result in results]
-    assert all(math.isfinite(loss) for loss in losses) and len(set(losses)) == 4
-
-
-@pytest.mark.gpu
-def test_a_failure_seen_late_has_not_reached_the_weights():
-    model = Transformer(Config.preset("tiny")).cuda()
-    update = updater(model)
-    loader = Loader(Numbers(), micro_batch_size=4, device=torch.device("cuda"))
-    first, second, third = loader.steps(0, 3)
-    update.step(first).values()
-    with torch.no_grad():
-        model.norm.weight[0] = math.inf
-    before = [p.detach().clone() for p in model.parameters()]
-    broken = update.step(second)
-    update.step(third)
-    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
-    with pytest.raises(TrainingError, match="step 1: the loss is not finite"):
-        broken.values()

@@ -30,7 +30,6 @@ from xtrain.data.tokenizer import (
     parse_bpe,
     train_bpe,
 )
-from xtrain.files import whole_file
 
 Ids = npt.NDArray[np.unsignedinteger]
 
@@ -227,15 +226,12 @@ class _Opener:
     def trained_bpe(self, spec: str, content: _Content) -> JsonTokenizer:
         """Return the tokenizer of bpe:N for this content, trained now or before."""
         path = self.folder / f"{_hash(cache.FORMAT_VERSION, content.sha256, spec)}.tokenizer.json"
-        tokenizer = _stored_tokenizer(path, spec)
-        if tokenizer is None:
-            with cache.writing(path, self.progress.say):
-                tokenizer = _stored_tokenizer(path, spec)
-                if tokenizer is None:
-                    tokenizer = self.train(spec, content)
-                    with whole_file(path) as file:
-                        file.write(tokenizer.json_text.encode())
-        return tokenizer
+        return cache.made_once(
+            path,
+            lambda warn: _stored_tokenizer(path, spec, warn),
+            lambda file: file.write(self.train(spec, content).json_text.encode()),
+            self.progress.say,
+        )
 
     def train(self, spec: str, content: _Content) -> JsonTokenizer:
         """Train bpe:N on the sources."""
@@ -276,7 +272,7 @@ def _noun(sources: Sequence[Source]) -> str:
     )
 
 
-def _stored_tokenizer(path: Path, spec: str) -> JsonTokenizer | None:
+def _stored_tokenizer(path: Path, spec: str, warn: bool) -> JsonTokenizer | None:
     """Return a trained tokenizer from the cache, or None when it is absent or damaged."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -284,7 +280,8 @@ def _stored_tokenizer(path: Path, spec: str) -> JsonTokenizer | None:
     except FileNotFoundError:
         return None
     except Exception:  # the tokenizers package raises bare Exception
-        cache.warn_damaged(path, "it is no tokenizer.json")
+        if warn:
+            cache.warn_damaged(path, "it is no tokenizer.json")
         return None
 
 

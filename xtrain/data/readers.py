@@ -251,36 +251,32 @@ def _load_hf(spec: str) -> Any:
     return dataset
 
 
-def _hf_batches(source: Source, field: str) -> Iterator[list[object]]:
+def _hf_texts(source: Source, field: str) -> Iterator[object]:
+    """Yield what each row holds where its text should be."""
     spec, dataset = source.path, source.dataset
     if field not in dataset.column_names:
         raise DataError(_no_column(spec, field, dataset.column_names))
     for batch in dataset.select_columns([field]).iter(batch_size=_BATCH_ROWS):
-        yield batch[field]
+        yield from batch[field]
 
 
 def _read_hf(source: Source, field: str, errors: str, advance: Advance) -> Iterator[Piece]:
-    row = 0
-    for batch in _hf_batches(source, field):
-        for value in batch:
-            text = _row_text(value, source.path, row, field, errors)
-            yield Piece(text, True)
-            row += 1
-            advance(len(text.encode()))
+    for row, value in enumerate(_hf_texts(source, field)):
+        text = _row_text(value, source.path, row, field, errors)
+        yield Piece(text, True)
+        advance(len(text.encode()))
 
 
 def _digest_hf(source: Source, field: str, advance: Advance) -> Digest:
-    sha256, size, row = hashlib.sha256(), 0, 0
-    for batch in _hf_batches(source, field):
-        for value in batch:
-            if not isinstance(value, str):
-                _row_text(value, source.path, row, field, "strict")
-            data = str(value).encode("utf-8", "surrogatepass")
-            sha256.update(len(data).to_bytes(8, "little"))
-            sha256.update(data)
-            size += len(data)
-            row += 1
-            advance(len(data))
+    sha256, size = hashlib.sha256(), 0
+    for row, value in enumerate(_hf_texts(source, field)):
+        if not isinstance(value, str):
+            _row_text(value, source.path, row, field, "strict")
+        data = str(value).encode("utf-8", "surrogatepass")
+        sha256.update(len(data).to_bytes(8, "little"))
+        sha256.update(data)
+        size += len(data)
+        advance(len(data))
     return Digest(sha256.digest(), size)
 
 

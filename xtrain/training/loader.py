@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from xtrain.data.batches import Batches, to_torch
+from xtrain.data.batches import Batches
 from xtrain.model import IGNORE_INDEX
 
 
@@ -27,14 +27,22 @@ class Ranks:
     world_size: int = 1
 
 
+ONE = Ranks()
+
+
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward takes: inputs and targets [B, T], int64, on the device."""
+    """What one forward takes: inputs and targets [B, T], int64."""
 
     first_sample: int  # index of row 0 within the step's global batch
     inputs: Tensor
     targets: Tensor
     num_targets: int  # targets that count, in this micro-batch
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """Return it on a device; from pinned memory the copy does not wait."""
+        inputs, targets = (t.to(device, non_blocking=True) for t in (self.inputs, self.targets))
+        return replace(self, inputs=inputs, targets=targets)
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,10 @@ class StepBatch:
     micro_batches: tuple[MicroBatch, ...]
     num_targets: int  # targets that count, in the global batch over all ranks
 
+    def to(self, device: torch.device) -> StepBatch:
+        """Return it on a device."""
+        return replace(self, micro_batches=tuple(m.to(device) for m in self.micro_batches))
+
 
 def cut_batch(
     step: int,
@@ -52,16 +64,16 @@ def cut_batch(
     targets: np.ndarray,
     *,
     micro_batch_size: int,
-    ranks: Ranks | None = None,
-    device: torch.device | str = "cpu",
+    ranks: Ranks = ONE,
+    pin: bool = False,
 ) -> StepBatch:
-    """Return this rank's micro-batches of a global batch, on the device.
+    """Return this rank's micro-batches of a global batch, on the CPU.
 
     Args:   inputs, targets: [B, T], any integer dtype.
             micro_batch_size: rows of one forward; divides B / world_size.
+            pin: into page-locked memory, from which copies to the GPU overlap with its work.
     Raises: ValueError when the batch cannot be cut evenly.
     """
-    ranks = ranks or Ranks()
     local, rest = divmod(len(inputs), ranks.world_size)
     if rest or local % micro_batch_size:
         raise ValueError(
@@ -73,17 +85,16 @@ def cut_batch(
     micro_batches = []
     for first in range(start, start + local, micro_batch_size):
         rows = slice(first, first + micro_batch_size)
-        own = (inputs[rows].astype(np.int64), targets[rows].astype(np.int64))  # no memory map
-        x, y = to_torch(own, device)
-        micro_batches.append(MicroBatch(first, x, y, int(counts[rows].sum())))
+        pair = (_to_tensor(inputs[rows], pin), _to_tensor(targets[rows], pin))
+        micro_batches.append(MicroBatch(first, *pair, int(counts[rows].sum())))
     return StepBatch(step, tuple(micro_batches), int(counts.sum()))
 
 
 class Loader:
     """Iterates over the StepBatches of steps first, first + 1, ... last - 1, on the device.
 
-    While a step is computed, a thread reads, cuts and copies the next one. What it has read ahead
-    is lost without harm when the loop stops: the next run asks for its steps by number.
+    While a step is computed, a thread reads and cuts the next one. What it has read ahead is lost
+    without harm when the loop stops: the next run asks for its steps by number.
     """
 
     def __init__(
@@ -92,7 +103,7 @@ class Loader:
         *,
         micro_batch_size: int,
         device: torch.device,
-        ranks: Ranks | None = None,
+        ranks: Ranks = ONE,
     ):
         self.batches = batches
         self.micro_batch_size = micro_batch_size
@@ -107,7 +118,7 @@ class Loader:
                 assert pending is not None
                 batch = pending.result()
                 pending = pool.submit(self._read, step + 1) if step + 1 < last else None
-                yield batch
+                yield batch.to(self.device)
 
     def _read(self, step: int) -> StepBatch:
         return cut_batch(
@@ -115,7 +126,7 @@ class Loader:
             *self.batches.batch(step),
             micro_batch_size=self.micro_batch_size,
             ranks=self.ranks,
-            device=self.device,
+            pin=self.device.type == "cuda",
         )
 
 
@@ -129,5 +140,10 @@ def in_order(
     for first in range(0, count, micro_batch_size):
         inputs, targets = batches.samples(first, micro_batch_size)
         targets[count - first :] = IGNORE_INDEX
-        cut = cut_batch(first, inputs, targets, micro_batch_size=micro_batch_size, device=device)
-        yield cut.micro_batches[0]
+        cut = cut_batch(first, inputs, targets, micro_batch_size=micro_batch_size)
+        yield cut.micro_batches[0].to(device)
+
+
+def _to_tensor(array: np.ndarray, pin: bool) -> Tensor:
+    tensor = torch.from_numpy(array.astype(np.int64))  # a copy: the source may be a memory map
+    return tensor.pin_memory() if pin else tensor

@@ -148,8 +148,7 @@ def prepare(config: RunConfig, run: RunFolder, *, is_new: bool, was_auto: bool) 
                 saving.check_config(run, saved, early)
             tokenizer = saving.tokenizer_to_resume(run, config)
 
-        corpus = _open_corpus(config, tokenizer)
-        batches, validation = _cut_corpus(config, corpus)
+        corpus, batches, validation = _open_data(config, tokenizer)
         if saved is not None:
             saving.check_data(saved, corpus)
         shape = choices.model_config(config, corpus.vocab_size)
@@ -180,29 +179,27 @@ def prepare(config: RunConfig, run: RunFolder, *, is_new: bool, was_auto: bool) 
     return trainer
 
 
-def _open_corpus(config: RunConfig, tokenizer: str) -> Corpus:
-    """Return the corpus. tokenizer: read in place of data.tokenizer, the run's own copy of it."""
-    data = config.data
-    return open_corpus(
+def _open_data(config: RunConfig, tokenizer: str) -> tuple[Corpus, Batches, Batches | None]:
+    """Return the corpus, its training batches and, unless there are none, validation windows.
+
+    tokenizer: read in place of data.tokenizer: the run's own copy of it.
+    """
+    data, train = config.data, config.train
+    assert train.seq_len and train.batch_size
+    corpus = open_corpus(
         list(data.paths) or None,
         tokenizer=tokenizer,
         field=data.field,
         errors=data.errors,
         cache_dir=Path(data.cache_dir) if data.cache_dir else None,
     )
-
-
-def _cut_corpus(config: RunConfig, corpus: Corpus) -> tuple[Batches, Batches | None]:
-    """Return the training batches and, unless there are none, the validation windows."""
-    train = config.train
-    assert train.seq_len and train.batch_size
-    sizes = {"seq_len": train.seq_len, "batch_size": train.batch_size}
-    parts = corpus.split(val_fraction=config.data.val_fraction, seq_len=train.seq_len)
-    batches = Batches(parts[0], seed=train.seed, **sizes)
-    if not parts[1].size or not train.eval_interval:
-        return batches, None
+    training, held_out = corpus.split(val_fraction=data.val_fraction, seq_len=train.seq_len)
+    batches = Batches(training, seq_len=train.seq_len, batch_size=train.batch_size, seed=train.seed)
+    if not held_out.size or not train.eval_interval:
+        return corpus, batches, None
     # always the same windows, in the same order, so that validation losses compare
-    return batches, Batches(parts[1], seed=0, **sizes)
+    val = Batches(held_out, seq_len=train.seq_len, batch_size=train.batch_size, seed=0)
+    return corpus, batches, val
 
 
 def _check_sample_prompt(config: RunConfig, corpus: Corpus, vocab_size: int) -> None:
