@@ -207,6 +207,14 @@ def run(trained, tmp_path, monkeypatch):
         yield tmp_path / "runs" / "r"
 
 
+def said(capsys, message, start="error: "):
+    """All that a command has said is one line on stderr, which holds a message."""
+    out, error = capsys.readouterr()
+    assert out == "" and error.startswith(start) and error.count("\n") == 1, error
+    assert message in error and len(error) < 2100, error
+    return error
+
+
 def checkpoints(run):
     return sorted((run / "checkpoints").iterdir())
 
@@ -288,9 +296,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(run, capsys, name, d
     before = contents(run)
     for command in (generated, resumed):
         assert command() == 2
-        error = capsys.readouterr().err
-        assert error.startswith("error: runs/r has no complete checkpoint to ") and message in error
-        assert error.count("\n") == 1
+        said(capsys, message, "error: runs/r has no complete checkpoint to ")
     assert contents(run) == before
 
 
@@ -324,8 +330,7 @@ def test_weights_that_are_no_models(run, capsys):
     for changes, message in cases:
         forge_state(newer, **changes)
         assert generated() == 2, changes
-        error = capsys.readouterr().err
-        assert error.startswith("error: ") and error.count("\n") == 1 and message in error
+        said(capsys, message)
         forge(newer, "state.json", kept)
 
 
@@ -335,9 +340,7 @@ def test_weights_that_are_not_finite_give_no_text(run, capsys):
         forge_tensors(newer, lambda name, tensor, value=value: tensor.fill_(value))
         for temperature in ("0", "0.8"):
             assert generated(f"--temperature={temperature}") == 2
-            out, error = capsys.readouterr()
-            assert out == "" and error.count("\n") == 1
-            assert error.startswith("error: runs/r, step 4: the logits after 1 tokens are not fini")
+            said(capsys, "", "error: runs/r, step 4: the logits after 1 tokens are not fini")
 
 
 def test_optimiser_and_generators_that_cannot_be_restored(run, capsys):
@@ -381,8 +384,7 @@ def test_records_that_are_none_are_refused_before_anything_is_written(run, capsy
     metrics.mkdir() if data is None else metrics.write_bytes(data)
     before = contents(run)
     assert resumed() == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1 and message in error
+    said(capsys, message)
     assert contents(run) == before
 
 
@@ -416,8 +418,7 @@ def test_a_tokenizer_that_is_none_of_the_models(run, capsys, data, message):
     else:
         (run / "tokenizer.json").write_bytes(data)
     assert generated() == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1 and message in error
+    said(capsys, message)
 
 
 @pytest.mark.parametrize(
@@ -451,9 +452,7 @@ def test_a_wrong_configuration_file(run, capsys, text, message):
     Path("c.toml").write_text(text)
     before = contents(Path.cwd())
     assert train.main(["--preset=tiny", "--config=c.toml", "--device=cpu", "--name=new"]) == 2
-    out, error = capsys.readouterr()
-    assert out == "" and error.startswith("error: ") and error.count("\n") == 1, error
-    assert message in error and len(error) < 2100
+    said(capsys, message)
     assert contents(Path.cwd()) == before and not Path("runs/new").exists()
 
 
@@ -473,21 +472,15 @@ def test_devices_and_folders_in_the_place_of_files(run, capsys):
         (["--data", __file__, "--dump-graphs=/dev/null/x"], "/dev/null/x: Not a directory"),
         (["--set", "data.cache_dir=/dev/null", "--data", __file__], "token cache /dev/null/"),
     ]
+    # what is wrong with the data does not stand below a page of configuration
+    Path("d.jsonl").write_text('{"txt": "words"}\n')
+    cache = "--set=data.cache_dir=c"
+    cases += [([f"--data={name}", cache], f"{name}") for name in ("d.jsonl", "gone.txt")]
+    cases.append((["--tokenizer=gone", cache], "no tokenizer file"))
     for arguments, message in cases:
         assert train.main(["--preset=tiny", "--device=cpu", *arguments]) == 2, arguments
-        out, error = capsys.readouterr()
-        assert out == "" and error.startswith("error: ") and error.count("\n") == 1, error
-        assert message in error
+        said(capsys, message)
     assert sorted(path.name for path in Path("runs").iterdir()) == ["r"]
-
-
-def test_what_is_wrong_with_the_data_comes_first(run, capsys):
-    """Not below a page of configuration; with what only their contents show, too."""
-    Path("d.jsonl").write_text('{"txt": "words"}\n')
-    for flags in (["--data=d.jsonl"], ["--data=gone.txt"], ["--tokenizer=gone"]):
-        assert train.main(["--preset=tiny", "--device=cpu", "--set=data.cache_dir=c", *flags]) == 2
-        out, error = capsys.readouterr()
-        assert out == "" and error.startswith("error: ") and error.count("\n") == 1
 
 
 def test_a_sample_prompt_without_tokens_is_refused_before_the_run(run, capsys):

@@ -407,7 +407,7 @@ def test_fifty_compiled_steps_compile_once():
     """Row C35: the schedule changes the tensor's value, which no compiled step guards on."""
     torch._dynamo.reset()
     counters.clear()
-    model = tiny()
+    model = tiny(n_layers=1)
     optimizer = build_adamw(model, OPTIM, compiled=True)
     torch_step = torch.compile(optimizer.step, backend="eager")
     rates, compiles = [], []

@@ -184,8 +184,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         model, tokenizer, step = load_run(run, device)
         prompt = _encoded(args.prompt, tokenizer)
         try:
-            sizes = {"vocab_size": tokenizer.vocab_size, "eos_id": tokenizer.eos_id}
-            ids = generate(model, prompt, **sizes, **asked)
+            size, end = tokenizer.vocab_size, tokenizer.eos_id
+            ids = generate(model, prompt, vocab_size=size, eos_id=end, **asked)
         except FloatingPointError as error:
             raise ConfigError(f"{run.path}, step {step}: {error}") from None
         # of all ids at once: how one is spelt may depend on those before it

@@ -149,7 +149,7 @@ def newest_checkpoint(run: RunFolder, purpose: str) -> checkpoint.Checkpoint:
         raise ConfigError(f"{run.path} has no complete checkpoint {purpose}; {reasons}")
     for reason in passed_over:
         log.warning("passed over the checkpoint %s; using %s", reason, path.name)
-    saved = checkpoint.read(path)
+    saved = checkpoint.read(path, is_complete=True)
     try:
         check_fields(saved.state, _STATE)
         check_fields(saved.tensors, _TENSORS)
