@@ -453,7 +453,7 @@ def test_the_ids_of_a_document_know_no_cut(kind, monkeypatch):
 def test_a_long_document_is_read_in_windows(monkeypatch):
     """Several windows of the true size, and seconds at most."""
     tokenizer = JsonTokenizer("gpt-4o", split_bpe(GPT4O).to_str())
-    text = CODE * 60
+    text = CODE * 34
     assert len(text) > encode.WHOLE_CHARS
     expected = tokenizer.encode(text)
     longest = []

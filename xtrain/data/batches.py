@@ -62,11 +62,6 @@ class Batches:
         self.num_left_out = tokens.size - (self.num_samples * seq_len + 1)
 
     @property
-    def steps_per_epoch(self) -> int:
-        """Steps after which every sample has been seen: num_samples / batch_size, rounded up."""
-        return -(-self.num_samples // self.batch_size)
-
-    @property
     def description(self) -> str:
         """One line: samples, their length, what is left out, steps in an epoch."""
         left_out = f", last {self.num_left_out} tokens left out" if self.num_left_out else ""
@@ -74,10 +69,6 @@ class Batches:
             f"{self.num_samples:,} samples of {self.seq_len} tokens{left_out};"
             f" {self.num_samples / self.batch_size:,.1f} steps of {self.batch_size} an epoch"
         )
-
-    def sample_ids(self, step: int) -> Int64:
-        """Return which windows step holds, [B]."""
-        return self.ids(_count("step", step) * self.batch_size, self.batch_size)
 
     def batch(self, step: int) -> tuple[Int64, Int64]:
         """Return (inputs [B, T], targets [B, T]) of a step."""

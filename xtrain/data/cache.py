@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xtrain.data.errors import DataError
-from xtrain.files import json_value, open_locked, remove_stale, whole_file
+from xtrain.files import json_value, open_locked, remove_stale, whole_file, why
 
 FORMAT_VERSION = 1  # part of every key: raise it when the same content must give other ids
 _MAGIC = "xtrain-tokens"
@@ -94,7 +94,7 @@ def open_tokens(path: Path, key: str, dtype: np.dtype, *, warn: bool = True) -> 
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise DataError(f"cannot read the token cache {path}: {error.strerror}") from error
+        raise DataError(f"cannot read the token cache {path}: {why(error)}") from error
     meta = _parse_header(header)
     count = meta.get("num_tokens", 0)
     expected = _HEADER_BYTES + count * dtype.itemsize
@@ -176,6 +176,6 @@ def _writing(path: Path, say: Callable[[str], None]) -> Iterator[None]:
                 lock_path.unlink(missing_ok=True)
     except OSError as error:
         raise DataError(
-            f"cannot write the cache {path}: {error.strerror or error};"
+            f"cannot write the cache {path}: {why(error)};"
             " name a writable folder with space as cache_dir (or set XDG_CACHE_HOME)"
         ) from error

@@ -24,8 +24,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from xtrain.data.errors import DataError, one_line, open_binary, os_errors_as_data_errors
+from xtrain.data.errors import DataError, open_binary, os_errors_as_data_errors
 from xtrain.data.sources import HF_PREFIX, Source
+from xtrain.files import why
 
 _BLOCK_BYTES = 1 << 20
 _BATCH_ROWS = 1024
@@ -141,7 +142,7 @@ def _json_text(line: str, field: str, where: str) -> str:
     try:
         record = json.loads(line)
     except ValueError as error:
-        raise DataError(f"{where}: not JSON ({one_line(error)})") from None
+        raise DataError(f"{where}: not JSON ({why(error)})") from None
     except RecursionError:
         raise DataError(f"{where}: JSON nested too deeply") from None
     if not isinstance(record, dict):
@@ -210,7 +211,7 @@ def _read_parquet(path: str, field: str, errors: str, advance: Advance) -> Itera
                 advance(share - told)
                 told = share
         except pyarrow.ArrowException as error:
-            raise DataError(f"{path}: not a readable .parquet ({one_line(error)})") from None
+            raise DataError(f"{path}: not a readable .parquet ({why(error)})") from None
 
 
 def _no_column(where: str, field: str, columns: list[str]) -> str:
@@ -241,7 +242,7 @@ def _load_hf(spec: str) -> Any:
             return datasets.load_dataset(name, config, split=split)
         dataset = datasets.load_from_disk(name)
     except Exception as error:  # the package raises its own, the network's and the system's
-        raise DataError(f"cannot load {spec}: {one_line(error)}") from error
+        raise DataError(f"cannot load {spec}: {why(error)}") from error
     if isinstance(dataset, datasets.DatasetDict):
         if split not in dataset:
             raise DataError(f"{spec}: no split {split!r} (splits: {', '.join(dataset)})")

@@ -36,7 +36,6 @@ class StepResult:
 
     step: int
     learning_rate: float
-    num_targets: int
     numbers: Tensor  # [loss, grad_norm], fp32, on the CPU; filled once `ready` has happened
     ready: Any  # torch.cuda.Event, or None where numbers are there already
 
@@ -157,4 +156,4 @@ class Updater:
             ready = torch.cuda.Event()
             ready.record()
             numbers = host
-        return StepResult(batch.step, learning_rate, batch.num_targets, numbers, ready)
+        return StepResult(batch.step, learning_rate, numbers, ready)
