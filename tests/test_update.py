@@ -13,8 +13,13 @@ from torch._dynamo.utils import counters
 import xtrain
 from xtrain.config import OptimSection
 from xtrain.model import Config, Transformer
-from xtrain.optim import (
+from xtrain.state_names import parameter_names
+from xtrain.training.loader import Loader, Ranks, StepBatch, cut_batch
+from xtrain.training.update import (
     Schedule,
+    TrainingError,
+    Updater,
+    autocast,
     build_adamw,
     load_named_state,
     named_state,
@@ -23,9 +28,6 @@ from xtrain.optim import (
     skip_updates_where,
     step_function,
 )
-from xtrain.state_names import parameter_names
-from xtrain.training.loader import Loader, Ranks, StepBatch, cut_batch
-from xtrain.training.update import TrainingError, Updater, autocast
 
 IGNORE = -100
 

@@ -17,8 +17,8 @@ from xtrain.command_line import leave_stdout
 from xtrain.config import RunConfig
 from xtrain.data.tokenizer import Tokenizer
 from xtrain.metrics import SpeedMeter, format_mfu
-from xtrain.optim import Schedule
 from xtrain.training.run_folder import RunFolder
+from xtrain.training.update import Schedule
 
 log = logging.getLogger(__name__)
 

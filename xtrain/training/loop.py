@@ -28,12 +28,19 @@ from xtrain.data.corpus import Corpus, open_corpus
 from xtrain.files import shown
 from xtrain.generate import generate
 from xtrain.model import Transformer
-from xtrain.optim import Schedule, build_adamw, step_function
 from xtrain.training import choices, console, run_folder, saving
 from xtrain.training.loader import Loader, StepBatch, in_order
 from xtrain.training.run_folder import RunFolder, metrics_line
 from xtrain.training.signals import Interrupted, StopSignals
-from xtrain.training.update import StepResult, TrainingError, Updater, autocast
+from xtrain.training.update import (
+    Schedule,
+    StepResult,
+    TrainingError,
+    Updater,
+    autocast,
+    build_adamw,
+    step_function,
+)
 
 log = logging.getLogger(__name__)
 

@@ -31,8 +31,8 @@ from xtrain.drift.recording.training_folder import (
 )
 from xtrain.drift.recording.writing import to_bits
 from xtrain.ops import dropout
-from xtrain.optim import named_state
 from xtrain.rng import site_seed
+from xtrain.training.update import named_state
 
 if TYPE_CHECKING:
     from xtrain.compiler.report import Site
