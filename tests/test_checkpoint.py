@@ -18,9 +18,8 @@ from training import apart
 
 import xtrain
 from xtrain import checkpoint
-from xtrain.checkpoint import CheckpointError
+from xtrain.checkpoint import CheckpointError, load_model_tensors, model_tensors, parameter_names
 from xtrain.model import Config, Transformer
-from xtrain.state_names import load_model_tensors, model_tensors, parameter_names
 
 
 def write(folder, step, *, keep_last=2, size=1000):

@@ -11,9 +11,9 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import xtrain
+from xtrain.checkpoint import parameter_names
 from xtrain.config import OptimSection
 from xtrain.model import Config, Transformer
-from xtrain.state_names import parameter_names
 from xtrain.training.loader import Loader, Ranks, StepBatch, cut_batch
 from xtrain.training.update import (
     Schedule,

@@ -96,10 +96,9 @@ def load_run(run: RunFolder, device: str) -> tuple[nn.Module, Tokenizer, int]:
     Raises: ConfigError when the run has none, or a tokenizer that the model is not for;
             CheckpointError when it does not fit; DataError for the tokenizer.
     """
-    from xtrain.checkpoint import CheckpointError
+    from xtrain.checkpoint import CheckpointError, load_model_tensors
     from xtrain.data import load_tokenizer
     from xtrain.model import Config, Transformer
-    from xtrain.state_names import load_model_tensors
     from xtrain.training.saving import newest_checkpoint
 
     saved = newest_checkpoint(run, "to sample from")

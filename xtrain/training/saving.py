@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from xtrain import checkpoint
+from xtrain.checkpoint import load_model_tensors, model_tensors, parameter_names
 from xtrain.config import ConfigError, RunConfig
 from xtrain.data.corpus import Corpus
 from xtrain.data.sources import HF_PREFIX
 from xtrain.data.tokenizer import names_file
 from xtrain.files import Form, check_fields, is_count, is_object, is_text
 from xtrain.model import Transformer
-from xtrain.state_names import load_model_tensors, model_tensors, parameter_names
 from xtrain.training.run_folder import RunFolder
 from xtrain.training.update import Schedule, load_named_state, named_state
 
