@@ -26,7 +26,6 @@ from xtrain.training.update import (
     parameter_groups,
     set_learning_rate,
     skip_updates_where,
-    step_function,
 )
 
 IGNORE = -100
@@ -430,7 +429,7 @@ def test_compiled_and_fused_steps_agree():
     for compiled in (False, True):
         model = tiny(n_layers=1)
         optimizer = build_adamw(model, OPTIM, compiled=compiled)
-        step = step_function(optimizer, compiled=compiled)
+        step = Updater(model, optimizer, schedule=schedule(), compiled=compiled).update
         for seed in range(3):
             give_gradients(model, seed)
             step()

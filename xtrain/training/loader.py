@@ -90,6 +90,7 @@ def cut_batch(
     return StepBatch(step, tuple(micro_batches), int(counts.sum()))
 
 
+@dataclass(frozen=True)
 class Loader:
     """Iterates over the StepBatches of steps first, first + 1, ... last - 1, on the device.
 
@@ -97,18 +98,10 @@ class Loader:
     without harm when the loop stops: the next run asks for its steps by number.
     """
 
-    def __init__(
-        self,
-        batches: Batches,
-        *,
-        micro_batch_size: int,
-        device: torch.device,
-        ranks: Ranks = ONE,
-    ):
-        self.batches = batches
-        self.micro_batch_size = micro_batch_size
-        self.device = device
-        self.ranks = ranks
+    batches: Batches
+    micro_batch_size: int
+    device: torch.device
+    ranks: Ranks = ONE
 
     def steps(self, first: int, last: int) -> Iterator[StepBatch]:
         """Yield the batches of steps first .. last - 1."""

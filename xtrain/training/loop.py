@@ -39,7 +39,6 @@ from xtrain.training.update import (
     Updater,
     autocast,
     build_adamw,
-    step_function,
 )
 
 log = logging.getLogger(__name__)
@@ -308,7 +307,7 @@ class Trainer:
             self.compiled,
             self.optimizer,
             schedule=self.schedule,
-            update=step_function(self.optimizer, compiled=compiled),
+            compiled=compiled,
             grad_clip=config.optim.grad_clip,
             autocast=self.autocast,
         )

@@ -10,6 +10,7 @@ import glob
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,28 +52,21 @@ _STATE: dict[str, Form] = {
 _TENSORS: dict[str, Form] = {"model": is_object, "optimizer": is_object, "rng": is_object}
 
 
+@dataclass
 class Saver:
     """Writes the checkpoints of a run, and puts one back."""
 
-    def __init__(
-        self,
-        run: RunFolder,
-        config: RunConfig,
-        model: Transformer,
-        optimizer: torch.optim.Optimizer,
-        fingerprint: str,
-        versions: Mapping[str, str],
-    ):
-        """Prepare.
+    run: RunFolder
+    config: RunConfig
+    model: Transformer  # the plain one, under whose names all is saved
+    optimizer: torch.optim.Optimizer
+    fingerprint: str  # of the corpus
+    versions: Mapping[str, str]
+    saved_step: int | None = None
 
-        model:       the plain one, under whose names all is saved.
-        fingerprint: of the corpus.
-        """
-        self.run, self.config, self.model, self.optimizer = run, config, model, optimizer
-        self.fingerprint, self.versions = fingerprint, versions
-        self.names = parameter_names(model)
-        self.device = torch.device(config.run.device)
-        self.saved_step: int | None = None
+    def __post_init__(self) -> None:
+        self.names = parameter_names(self.model)
+        self.device = torch.device(self.config.run.device)
 
     def save(self, step: int, num_tokens: int) -> None:
         """Write the checkpoint of `step` finished steps, num_tokens targets in all of them.

@@ -119,18 +119,13 @@ def build_adamw(model: nn.Module, optim: OptimSection, *, compiled: bool) -> tor
     )
 
 
-def step_function(optimizer: torch.optim.Optimizer, *, compiled: bool) -> Callable[[], object]:
-    """Return what performs one update."""
-    return torch.compile(optimizer.step) if compiled else optimizer.step
-
-
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
     """Write value into the learning-rate tensor of every group."""
     for lr in {id(group["lr"]): group["lr"] for group in optimizer.param_groups}.values():
         lr.fill_(value)
 
 
-def skip_updates_where(optimizer: torch.optim.Optimizer, flag: Tensor | None) -> bool:
+def skip_updates_where(optimizer: torch.optim.Optimizer, flag: Tensor) -> bool:
     """Have the fused kernel leave weights and state as they are while flag, on the device, is 1.
 
     The hook is the one through which torch.amp.GradScaler skips steps with infinite gradients.
@@ -194,7 +189,7 @@ class Updater:
         optimizer: torch.optim.Optimizer,
         *,
         schedule: Schedule,
-        update: Callable[[], object] | None = None,
+        compiled: bool = False,
         grad_clip: float = 0.0,
         autocast: Callable[[], AbstractContextManager] = nullcontext,
         world_size: int = 1,
@@ -204,7 +199,7 @@ class Updater:
 
         model:      called as model(inputs, targets, return_logits=False) -> (_, loss), loss the
                     mean over the targets that count; set_step(step, first_sample) goes before.
-        update:     performs the update, optimizer.step unless given (a compiled one).
+        compiled:   the update through torch.compile.
         grad_clip:  largest norm of all gradients together; 0: none.
         autocast:   makes the context of each forward.
         world_size: ranks whose gradients are averaged during the last backward.
@@ -213,7 +208,7 @@ class Updater:
         self.model = model
         self.optimizer = optimizer
         self.schedule = schedule
-        self.update = update or optimizer.step
+        self.update = torch.compile(optimizer.step) if compiled else optimizer.step
         self.grad_clip = grad_clip
         self.autocast = autocast
         self.world_size = world_size
@@ -222,10 +217,9 @@ class Updater:
         # A host that waits for the loss before it queues the update leaves a GPU idle. Deferred,
         # the device itself decides whether to update; the error is raised when the loss arrives.
         self.deferred = self.device.type == "cuda" if deferred is None else deferred
-        self.failed = None
-        if self.deferred and skip_updates_where(optimizer, None):
-            self.failed = torch.zeros((), device=self.device)
-            skip_updates_where(optimizer, self.failed)
+        flag = torch.zeros((), device=self.device)
+        is_guarded = self.deferred and skip_updates_where(optimizer, flag)
+        self.failed = flag if is_guarded else None
 
     def step(self, batch: StepBatch) -> StepResult | None:
         """Perform one step; None, and nothing done, if no target in it counts.
