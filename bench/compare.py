@@ -62,7 +62,7 @@ def resolve(flags: Namespace) -> tuple[Setting, Plan]:
     """Fill what was not given, by device and preset; ValueError names what does not fit."""
     from bench.train.models import build_config
     from xtrain.model import Config
-    from xtrain.training.build import check_size
+    from xtrain.training.choices import check_size
 
     names = harness.names_of(flags.variants, KINDS[flags.model].variants)
     device = harness.device_of(flags.device)

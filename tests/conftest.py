@@ -71,6 +71,14 @@ def runner(tmp_path: Path) -> Iterator:
         yield runner
 
 
+@pytest.fixture
+def untrained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command does everything but the steps: for what does not depend on their numbers."""
+    from training import no_steps
+
+    monkeypatch.setattr("xtrain.training.loop.Trainer._loop", no_steps)
+
+
 @pytest.fixture(scope="session")
 def trained_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs to copy: `straight` has done ten steps, `started` two."""

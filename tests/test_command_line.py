@@ -22,7 +22,7 @@ from xtrain import generate, train
 from xtrain.command_line import exit_codes
 from xtrain.drift.cli import main as drift_main
 from xtrain.explain.__main__ import main as explain_main
-from xtrain.training import console, session
+from xtrain.training import console, loop
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # bench/ is no installed package
@@ -41,7 +41,7 @@ def bench(name):
 # --- faults of the program ----------------------------------------------------------------------
 
 COMMANDS = {
-    "train": (lambda: train.main, "xtrain.training.session.train", ["--preset=tiny"]),
+    "train": (lambda: train.main, "xtrain.training.loop.train", ["--preset=tiny"]),
     "generate": (lambda: generate.main, "xtrain.generate.load_run", ["--run=r"]),
     "explain": (lambda: explain_main, "xtrain.subject.load", ["tiny"]),
     "drift": (
@@ -211,16 +211,30 @@ def run(trained, tmp_path, monkeypatch):
         yield tmp_path / "runs" / "r"
 
 
+def said(capsys, message, start="error: "):
+    """All that a command has said is one line on stderr, which holds a message."""
+    out, error = capsys.readouterr()
+    assert out == "" and error.startswith(start) and error.count("\n") == 1, error
+    assert message in error and len(error) < 2100, error
+    return error
+
+
 def checkpoints(run):
     return sorted((run / "checkpoints").iterdir())
 
 
 def forge(checkpoint, name, data):
-    """Replace a checkpoint's file, and what its manifest says of it."""
-    (checkpoint / name).write_bytes(data)
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
-    manifest["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    """Put data, or a folder, in a file's place, and in the manifest what it says of them."""
+    path, manifest = checkpoint / name, checkpoint / "manifest.json"
+    path.unlink()
+    if data is None:
+        path.mkdir()
+        return
+    path.write_bytes(data)
+    if path != manifest:
+        table = json.loads(manifest.read_text())
+        table["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        manifest.write_text(json.dumps(table))
 
 
 def forge_state(checkpoint, **changes):
@@ -264,6 +278,12 @@ DAMAGE = {
         b'{"a":' * 100_000: "state.json is damaged (it is nested too deeply)",
         b'{"a":' * 90 + b"1" + b"}" * 90: "state.json is damaged (it is nested more than 64 deep)",
     },
+    "manifest.json": {
+        **dict.fromkeys((b"", b"{}", b"[]", b"[" * 100_000, b"\0"), "manifest.json is unreadable"),
+        b'{"format":1,"files":{"state.json":3}}': "manifest.json is unreadable",
+        b'{"format":99,"files":{}}': "written by a newer xtrain (format 99)",
+        None: "manifest.json cannot be read: it is a folder",
+    },
     "model.safetensors": {
         b"": "model.safetensors is damaged",
         (1 << 60).to_bytes(8, "little") + b"{}": "model.safetensors is damaged",
@@ -276,7 +296,7 @@ DAMAGE = {
 @pytest.mark.parametrize(
     "name, data, message",
     [(name, data, text) for name, cases in DAMAGE.items() for data, text in cases.items()],
-    ids=lambda value: repr(value[:24]),
+    ids=lambda value: repr(value)[:24],
 )
 def test_a_damaged_checkpoint_is_passed_over_with_a_warning(run, capsys, name, data, message):
     """Even one whose manifest was made to fit; where there is no older one, nothing is touched."""
@@ -292,22 +312,8 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(run, capsys, name, d
     before = contents(run)
     for command in (generated, resumed):
         assert command() == 2
-        error = capsys.readouterr().err
-        assert error.startswith("error: runs/r has no complete checkpoint to ") and message in error
-        assert error.count("\n") == 1
+        said(capsys, message, "error: runs/r has no complete checkpoint to ")
     assert contents(run) == before
-
-
-def test_the_manifest_itself(run, capsys):
-    newer = checkpoints(run)[1]
-    for data in (b"", b"{}", b"[" * 100_000, b'{"format":1,"files":{"state.json":3}}', b"\0"):
-        (newer / "manifest.json").write_bytes(data)
-        assert generated() == 0
-        assert "manifest.json is unreadable" in capsys.readouterr().err
-    (newer / "manifest.json").unlink()
-    (newer / "manifest.json").mkdir()
-    assert generated() == 0
-    assert "manifest.json cannot be read: it is a folder" in capsys.readouterr().err
 
 
 def test_weights_that_are_no_models(run, capsys):
@@ -328,8 +334,7 @@ def test_weights_that_are_no_models(run, capsys):
     for changes, message in cases:
         forge_state(newer, **changes)
         assert generated() == 2, changes
-        error = capsys.readouterr().err
-        assert error.startswith("error: ") and error.count("\n") == 1 and message in error
+        said(capsys, message)
         forge(newer, "state.json", kept)
 
 
@@ -339,9 +344,7 @@ def test_weights_that_are_not_finite_give_no_text(run, capsys):
         forge_tensors(newer, lambda name, tensor, value=value: tensor.fill_(value))
         for temperature in ("0", "0.8"):
             assert generated(f"--temperature={temperature}") == 2
-            out, error = capsys.readouterr()
-            assert out == "" and error.count("\n") == 1
-            assert error.startswith("error: runs/r, step 4: the logits after 1 tokens are not fini")
+            said(capsys, "", "error: runs/r, step 4: the logits after 1 tokens are not fini")
 
 
 def test_optimiser_and_generators_that_cannot_be_restored(run, capsys):
@@ -385,8 +388,7 @@ def test_records_that_are_none_are_refused_before_anything_is_written(run, capsy
     metrics.mkdir() if data is None else metrics.write_bytes(data)
     before = contents(run)
     assert resumed() == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1 and message in error
+    said(capsys, message)
     assert contents(run) == before
 
 
@@ -420,8 +422,7 @@ def test_a_tokenizer_that_is_none_of_the_models(run, capsys, data, message):
     else:
         (run / "tokenizer.json").write_bytes(data)
     assert generated() == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1 and message in error
+    said(capsys, message)
 
 
 @pytest.mark.parametrize(
@@ -431,6 +432,11 @@ def test_a_tokenizer_that_is_none_of_the_models(run, capsys, data, message):
         ("a = " + "[" * 90 + "]" * 90, "it is nested more than 64 deep"),
         ("[train.steps" + ".a" * 3_000 + "]", "it is nested more than 64 deep"),
         ("[train]\nsteps = 1\nsteps = 2", "c.toml: Cannot overwrite a value"),
+        ("[trian]\nsteps = 1", "unknown section 'trian' in c.toml; did you mean train?"),
+        ("[train]\nstep = 1", "unknown key in [train] 'step' in c.toml; did you mean steps?"),
+        ("train = 3", "train must be a section ([train]) in c.toml, got 3"),
+        ("[train\nsteps = 1", "cannot read the configuration c.toml: Expected"),
+        ("[train]\nsteps = 'x'", "train.steps must be a whole number, got 'x'"),
         ("[train]\nsteps = true", "train.steps must be a whole number, got True"),
         ("[train]\nsteps = nan", "train.steps must be a whole number, got nan"),
         ("[train]\nsteps = {a = 1}", "train.steps must be a whole number, got {'a': 1}"),
@@ -455,9 +461,7 @@ def test_a_wrong_configuration_file(run, capsys, text, message):
     Path("c.toml").write_text(text)
     before = contents(Path.cwd())
     assert train.main(["--preset=tiny", "--config=c.toml", "--device=cpu", "--name=new"]) == 2
-    out, error = capsys.readouterr()
-    assert out == "" and error.startswith("error: ") and error.count("\n") == 1, error
-    assert message in error and len(error) < 2100
+    said(capsys, message)
     assert contents(Path.cwd()) == before and not Path("runs/new").exists()
 
 
@@ -477,21 +481,15 @@ def test_devices_and_folders_in_the_place_of_files(run, capsys):
         (["--data", __file__, "--dump-graphs=/dev/null/x"], "/dev/null/x: Not a directory"),
         (["--set", "data.cache_dir=/dev/null", "--data", __file__], "token cache /dev/null/"),
     ]
+    # what is wrong with the data does not stand below a page of configuration
+    Path("d.jsonl").write_text('{"txt": "words"}\n')
+    cache = "--set=data.cache_dir=c"
+    cases += [([f"--data={name}", cache], f"{name}") for name in ("d.jsonl", "gone.txt")]
+    cases.append((["--tokenizer=gone", cache], "no tokenizer file"))
     for arguments, message in cases:
         assert train.main(["--preset=tiny", "--device=cpu", *arguments]) == 2, arguments
-        out, error = capsys.readouterr()
-        assert out == "" and error.startswith("error: ") and error.count("\n") == 1, error
-        assert message in error
+        said(capsys, message)
     assert sorted(path.name for path in Path("runs").iterdir()) == ["r"]
-
-
-def test_what_is_wrong_with_the_data_comes_first(run, capsys):
-    """Not below a page of configuration; with what only their contents show, too."""
-    Path("d.jsonl").write_text('{"txt": "words"}\n')
-    for flags in (["--data=d.jsonl"], ["--data=gone.txt"], ["--tokenizer=gone"]):
-        assert train.main(["--preset=tiny", "--device=cpu", "--set=data.cache_dir=c", *flags]) == 2
-        out, error = capsys.readouterr()
-        assert out == "" and error.startswith("error: ") and error.count("\n") == 1
 
 
 def test_a_sample_prompt_without_tokens_is_refused_before_the_run(run, capsys):
@@ -509,14 +507,14 @@ def test_a_sample_prompt_without_tokens_is_refused_before_the_run(run, capsys):
 
 
 def test_a_last_update_that_breaks_the_weights_costs_the_text_alone(run, capsys, monkeypatch):
-    original = session.Trainer.run
+    original = loop.Trainer.run
 
-    def breaking(trainer, stop):
-        code = original(trainer, stop)
+    def breaking(trainer, *arguments):
+        code = original(trainer, *arguments)
         with torch.no_grad():
-            trainer.parts.model.norm.weight.fill_(float("nan"))
+            trainer.model.norm.weight.fill_(float("nan"))
         return code
 
-    monkeypatch.setattr(session.Trainer, "run", breaking)
+    monkeypatch.setattr(loop.Trainer, "run", breaking)
     assert resumed("--set=train.sample_tokens=3") == 0
     assert "warning: no text after training: the logits after" in capsys.readouterr().out

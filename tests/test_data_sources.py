@@ -346,30 +346,26 @@ def corpus(tmp_path):
 
 
 def test_split_gives_views_of_the_end(corpus):
-    for train, val in (corpus.split(val_fraction=0.1), corpus.split(val_tokens=190)):
-        assert isinstance(train, np.memmap) and isinstance(val, np.memmap)
-        assert np.shares_memory(train, corpus.tokens) and np.shares_memory(val, corpus.tokens)
-        assert (train.size, val.size) == (1710, 190)
-        assert np.array_equal(np.concatenate([train, val]), corpus.tokens)
-    train, val = corpus.split(val_tokens=0, seq_len=100)
+    train, val = corpus.split(val_fraction=0.1)
+    assert isinstance(train, np.memmap) and isinstance(val, np.memmap)
+    assert np.shares_memory(train, corpus.tokens) and np.shares_memory(val, corpus.tokens)
+    assert (train.size, val.size) == (1710, 190)
+    assert np.array_equal(np.concatenate([train, val]), corpus.tokens)
+    train, val = corpus.split(val_fraction=0, seq_len=100)
     assert (train.size, val.size) == (1900, 0)
 
 
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({}, "one of val_fraction and val_tokens"),
-        ({"val_fraction": 0.1, "val_tokens": 1}, "one of val_fraction and val_tokens"),
         ({"val_fraction": 1.0}, r"val_fraction must be in \[0, 1\), got 1.0"),
         ({"val_fraction": -0.1}, r"must be in \[0, 1\), got -0.1"),
         ({"val_fraction": float("nan")}, r"must be in \[0, 1\), got nan"),
-        ({"val_tokens": 1900}, r"val_tokens must be in \[0, 1900\), .* got 1900"),
-        ({"val_tokens": -1}, "got -1"),
         (
             {"val_fraction": 0.05, "seq_len": 95},
             r"validation part of 95 tokens \(of 1900\) is too short for one sequence of 95 \+ 1",
         ),
-        ({"val_tokens": 1850, "seq_len": 50}, r"training part of 50 tokens \(of 1900\)"),
+        ({"val_fraction": 0.974, "seq_len": 50}, r"training part of 49 tokens \(of 1900\)"),
     ],
 )
 def test_split_errors(corpus, options, match):

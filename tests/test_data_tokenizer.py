@@ -10,10 +10,11 @@ import sys
 import time
 from pathlib import Path
 
+import foreign_tokenizers as foreign
 import numpy as np
 import pytest
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from xtrain.data import DataError, encode, load_tokenizer, open_corpus
@@ -396,79 +397,24 @@ CODE = "".join(
 )
 
 
-def split_bpe(*before, normalizer=None, special=(END,)) -> tokenizers.Tokenizer:
-    """Byte-level BPE behind the given pre-tokenizers, with merges that reach over them."""
-    backend = tokenizers.Tokenizer(models.BPE())
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not before)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([*before, byte_level])
-    if normalizer is not None:
-        backend.normalizer = normalizer
-    trainer = trainers.BpeTrainer(
-        vocab_size=700,
-        show_progress=False,
-        special_tokens=list(special),
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-    )
-    backend.train_from_iterator([CODE], trainer)
-    return backend
-
-
-def isolated(pattern: str) -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
-
-
-def sentencepiece(prefix: bool) -> tokenizers.Tokenizer:
-    """BPE over the whole text as one piece, as Llama 2's file spells it."""
-    alphabet = sorted({*CODE.replace(" ", "\u2581"), "\u2581"})
-    backend = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True))
-    steps = [normalizers.Prepend("\u2581")] if prefix else []
-    backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "\u2581")])
-    backend.pre_tokenizer = pre_tokenizers.Split("\u2581", "merged_with_next")
-    trainer = trainers.BpeTrainer(
-        vocab_size=500,
-        show_progress=False,
-        special_tokens=["<unk>", "</s>"],
-        initial_alphabet=alphabet,
-    )
-    backend.train_from_iterator([CODE], trainer)
-    backend.pre_tokenizer = None
-    return backend
-
-
-def word_piece() -> tokenizers.Tokenizer:
-    backend = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    backend.normalizer = normalizers.BertNormalizer(lowercase=True)
-    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=300, show_progress=False, special_tokens=["[UNK]", "[SEP]"]
-    )
-    backend.train_from_iterator([CODE], trainer)
-    return backend
-
-
-def unigram() -> tokenizers.Tokenizer:
-    backend = tokenizers.Tokenizer(models.Unigram())
-    backend.normalizer = normalizers.NFKC()
-    backend.pre_tokenizer = pre_tokenizers.Metaspace()
-    trainer = trainers.UnigramTrainer(
-        vocab_size=150, show_progress=False, special_tokens=["<unk>", "</s>"], unk_token="<unk>"
-    )
-    backend.train_from_iterator([CODE], trainer)
-    return backend
+def split_bpe(*patterns: str, normalizer=None) -> tokenizers.Tokenizer:
+    """Byte-level BPE behind the given patterns, with merges that reach over them."""
+    before = [pre_tokenizers.Split(tokenizers.Regex(p), "isolated") for p in patterns]
+    return foreign.byte_level([CODE], 700, *before, normalizer=normalizer)
 
 
 KINDS = {
     "GPT-2": lambda: split_bpe(),
-    "GPT-4o": lambda: split_bpe(isolated(GPT4O)),
-    "lines": lambda: split_bpe(isolated(r"[^\n]*\n")),
-    "two lines": lambda: split_bpe(isolated(r"[^\n]*\n[^\n]*\n")),
-    "quotations": lambda: split_bpe(isolated(r'"[^"]*"')),
-    "no pieces": lambda: split_bpe(isolated(r"(?m:.+)")),
-    "NFKC": lambda: split_bpe(isolated(GPT4O), normalizer=normalizers.NFKC()),
-    "sentencepiece": lambda: sentencepiece(prefix=False),
-    "dummy prefix": lambda: sentencepiece(prefix=True),
-    "WordPiece": word_piece,
-    "unigram": unigram,
+    "GPT-4o": lambda: split_bpe(GPT4O),
+    "lines": lambda: split_bpe(r"[^\n]*\n"),
+    "two lines": lambda: split_bpe(r"[^\n]*\n[^\n]*\n"),
+    "quotations": lambda: split_bpe(r'"[^"]*"'),
+    "no pieces": lambda: split_bpe(r"(?m:.+)"),
+    "NFKC": lambda: split_bpe(GPT4O, normalizer=normalizers.NFKC()),
+    "sentencepiece": lambda: foreign.sentencepiece([CODE], 500, prefix=False),
+    "dummy prefix": lambda: foreign.sentencepiece([CODE], 500),
+    "WordPiece": lambda: foreign.word_piece([CODE], 300),
+    "unigram": lambda: foreign.unigram([CODE], 150),
 }
 
 
@@ -506,8 +452,8 @@ def test_the_ids_of_a_document_know_no_cut(kind, monkeypatch):
 
 def test_a_long_document_is_read_in_windows(monkeypatch):
     """Several windows of the true size, and seconds at most."""
-    tokenizer = JsonTokenizer("gpt-4o", split_bpe(isolated(GPT4O)).to_str())
-    text = CODE * 60
+    tokenizer = JsonTokenizer("gpt-4o", split_bpe(GPT4O).to_str())
+    text = CODE * 34
     assert len(text) > encode.WHOLE_CHARS
     expected = tokenizer.encode(text)
     longest = []

@@ -81,7 +81,8 @@ def test_cpu_has_no_peak_and_shows_not_available():
     meter = metrics.SpeedMeter(7.2e8, peak_flops=metrics.device_peak_flops("cpu"))
     speed = meter.record(0.5, 1000)
     assert speed.mfu is None and speed.to_dict()["mfu_percent"] is None
-    assert str(speed) == "2,000 tokens/s, 500.0 ms a step, MFU n/a"
+    assert (speed.tokens_per_s, speed.step_time_ms) == (2000, 500)
+    assert metrics.format_mfu(speed.mfu) == "n/a"
 
 
 def test_meter_leaves_the_first_step_out():
@@ -90,8 +91,6 @@ def test_meter_leaves_the_first_step_out():
     assert meter.summary() is None and first.step_time_ms == 60_000
     meter.record(0.01, 1000)
     meter.record(0.03, 3000)
-    meter.skip_next()
-    meter.record(30.0, 1000)
     summary = meter.summary()
     assert summary.tokens_per_s == pytest.approx(100_000)  # 4000 tokens in 0.04 s
     assert summary.step_time_ms == pytest.approx(20)
@@ -107,20 +106,19 @@ def test_meter_errors():
 
 
 def test_cpu_peak_memory_follows_the_resident_size():
-    # In a process of its own: the peak of this one never falls. This one holds 1 GiB meanwhile,
+    # In a process of its own: the peak of this one never falls. This one holds 1/4 GiB meanwhile,
     # which must not count as the child's.
-    mine = np.ones(2**27)
+    mine = np.ones(2**25)
     code = (
         "import numpy as np; from xtrain.metrics import peak_memory_gib as peak; a = peak('cpu');"
-        "b = np.ones(2**27); print(a, peak('cpu'))"  # 1 GiB of doubles
+        "b = np.ones(2**25); print(a, peak('cpu'))"  # 1/4 GiB of doubles
     )
     output = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout
     before, after = map(float, output.split())
-    assert mine.size == 2**27
-    # Less than 1 where importing torch had already peaked above what stays resident.
-    assert 0.7 < after - before < 1.1 and before < 0.9
+    assert mine.size == 2**25
+    assert after - before == pytest.approx(0.25, abs=0.02) and before < 0.2
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ from training import FLAGS, apart, assert_same_end, error_of
 
 from xtrain import generate, train
 from xtrain.config import ConfigError
-from xtrain.training import run_folder, session
+from xtrain.training import loop, run_folder
 from xtrain.training.update import Updater
 
 
@@ -38,7 +38,7 @@ def test_a_run_without_checkpoint_starts_at_step_0(runner, straight, capsys):
     assert_same_end(runner, "early")
 
 
-def test_a_folder_that_is_no_run_is_left_alone(runner, capsys):
+def test_a_folder_that_is_no_run_is_left_alone(runner, capsys, untrained):
     for name in ("mine", "empty"):
         runner.run(name).mkdir(parents=True)
     (runner.run("mine") / "thesis.tex").write_text("words")
@@ -174,15 +174,17 @@ def test_a_second_ctrl_c_leaves_at_once(runner):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_while_data_are_read_leaves_the_name_free(runner, capsys, monkeypatch, number):
-    original = session.build.open_data
+def test_a_signal_while_data_are_read_leaves_the_name_free(
+    runner, capsys, monkeypatch, untrained, number
+):
+    original = loop.open_corpus
 
-    def interrupted(*arguments):
+    def interrupted(*arguments, **options):
         signal.raise_signal(number)
-        return original(*arguments)
+        return original(*arguments, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(session.build, "open_data", interrupted)
+        patch.setattr(loop, "open_corpus", interrupted)
         assert runner("--name=r", "--steps=1") == 128 + number
     assert "nothing is left of" in capsys.readouterr().out and not runner.run("r").exists()
     # killed there, it leaves a folder in which nothing was trained
@@ -218,7 +220,7 @@ def test_a_signal_that_does_not_come_through_ends_the_process():
     """Whoever swallows it, a compiler for one, costs seconds and not the rest of its work."""
     script = (
         "import signal, time\n"
-        "from xtrain.training.console import StopSignals\n"
+        "from xtrain.training.signals import StopSignals\n"
         "StopSignals.GRACE_S = 0.2\n"
         "with StopSignals() as stop:\n"
         "    stop.at_once = lambda number: print('at once', number, flush=True)\n"
@@ -235,7 +237,7 @@ def test_a_signal_in_a_callback_comes_through_without_a_trace():
     """Python prints and drops what a weak reference's callback raises; a compiler has many."""
     script = (
         "import signal, weakref\n"
-        "from xtrain.training.console import Interrupted, StopSignals\n"
+        "from xtrain.training.signals import Interrupted, StopSignals\n"
         "class Gone: pass\n"
         "gone = Gone()\n"
         "with StopSignals() as stop:\n"

@@ -11,21 +11,22 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import xtrain
+from xtrain.checkpoint import parameter_names
 from xtrain.config import OptimSection
 from xtrain.model import Config, Transformer
-from xtrain.optim import (
+from xtrain.training.loader import Loader, Ranks, StepBatch, cut_batch
+from xtrain.training.update import (
     Schedule,
+    TrainingError,
+    Updater,
+    autocast,
     build_adamw,
     load_named_state,
     named_state,
     parameter_groups,
     set_learning_rate,
     skip_updates_where,
-    step_function,
 )
-from xtrain.state_names import parameter_names
-from xtrain.training.loader import Loader, Ranks, StepBatch, cut_batch
-from xtrain.training.update import TrainingError, Updater
 
 IGNORE = -100
 
@@ -57,11 +58,18 @@ def updater(model, *, lr=0.1, **keywords):
     return Updater(model, optimizer, schedule=schedule(lr), **keywords)
 
 
-def batch_of(rows, micro_batch_size, *, ranks=None, step=0):
+def small_model():
+    """A layer of the real model, and the same behind xtrain.compile."""
+    torch.manual_seed(0)
+    model = Transformer(Config.preset("tiny", n_layers=1))
+    return model, lambda dropout: xtrain.compile(model, dropout=dropout, seed=5, backend="eager")
+
+
+def batch_of(rows, micro_batch_size, *, step=0, **options):
     """Rows of token losses, None where the target does not count."""
     tokens = np.array([[0 if x is None else x for x in row] for row in rows])
     targets = np.array([[IGNORE if x is None else 1 for x in row] for row in rows])
-    return cut_batch(step, tokens, targets, micro_batch_size=micro_batch_size, ranks=ranks)
+    return cut_batch(step, tokens, targets, micro_batch_size=micro_batch_size, **options)
 
 
 ROWS = [[4, None, None], [1, 1, 1]]
@@ -100,13 +108,11 @@ def test_an_ignored_micro_batch_changes_nothing():
     ignored = np.stack([np.full(8, IGNORE), targets[1]])
     gradients = []
     for normal_alone in (False, True):
-        torch.manual_seed(0)
-        model = Transformer(Config.preset("tiny", n_layers=1))
-        compiled = xtrain.compile(model, dropout=0.3, seed=5, backend="eager")
+        model, compiled = small_model()
         step = cut_batch(3, tokens, ignored, micro_batch_size=1)
         if normal_alone:
             step = StepBatch(3, step.micro_batches[1:], 8)
-        result = updater(compiled).step(step)
+        result = updater(compiled(0.3)).step(step)
         gradients.append([p.grad for p in model.parameters()])
         assert math.isfinite(result.values()[0])
     for both, alone in zip(*gradients, strict=True):
@@ -144,20 +150,15 @@ def test_cuts_of_the_batch_keep_every_mask():
     rng = np.random.default_rng(0)
     tokens, targets = rng.integers(0, 16, (4, 8)), rng.integers(0, 16, (4, 8))
     gradients = {}
-    for size in (4, 2, 1):
-        torch.manual_seed(0)
-        model = Transformer(Config.preset("tiny", n_layers=1))
-        compiled = xtrain.compile(model, dropout=0.5, seed=1, backend="eager")
-        updater(compiled).step(cut_batch(2, tokens, targets, micro_batch_size=size))
-        gradients[size] = torch.cat([p.grad.flatten() for p in model.parameters()])
+    for step, size in ((2, 4), (2, 2), (2, 1), (3, 4)):
+        model, compiled = small_model()
+        batch = cut_batch(step, tokens, targets, micro_batch_size=size)
+        updater(compiled(0.5)).step(batch)
+        gradients[step, size] = torch.cat([p.grad.flatten() for p in model.parameters()])
+    whole, other = gradients[2, 4], gradients[3, 4]
     for size in (2, 1):
-        torch.testing.assert_close(gradients[size], gradients[4], rtol=1e-4, atol=1e-7)
-    torch.manual_seed(0)
-    model = Transformer(Config.preset("tiny", n_layers=1))
-    compiled = xtrain.compile(model, dropout=0.5, seed=1, backend="eager")
-    updater(compiled).step(cut_batch(3, tokens, targets, micro_batch_size=4))
-    other = torch.cat([p.grad.flatten() for p in model.parameters()])
-    assert (other - gradients[4]).norm() > 0.1 * other.norm()  # another step, another mask
+        torch.testing.assert_close(gradients[2, size], whole, rtol=1e-4, atol=1e-7)
+    assert (other - whole).norm() > 0.1 * other.norm()  # another step, another mask
 
 
 def test_clipping_once_after_accumulation_and_the_norm_before_it():
@@ -194,49 +195,62 @@ def test_what_is_not_finite_never_reaches_the_weights(broken):
     assert "learning rate 0.25" in str(error.value) and "gradient norm inf" in str(error.value)
 
 
-def test_a_deferred_failure_freezes_the_weights_until_it_is_seen():
+def test_a_deferred_failure_freezes_the_weights_until_it_is_seen(device):
     """How a GPU runs: the update is queued before the loss is known; the flag is sticky."""
 
     class Breaks(TokenLosses):
         def forward(self, tokens, targets, *, return_logits):
             return None, self.weight.sum() * tokens.float().mean().log().reciprocal()  # 1: infinite
 
-    model = Breaks()
+    model = Breaks().to(device)
     optimizer = build_adamw(model, OptimSection(learning_rate=0.1), compiled=False)
     update = Updater(model, optimizer, schedule=schedule(), deferred=True, grad_clip=1.0)
-    fine = update.step(batch_of([[2]], 1, step=0))
+    fine = update.step(batch_of([[2]], 1, step=0).to(device))
     assert math.isfinite(fine.values()[0])
     before = model.weight.item(), optimizer.state[model.weight]["exp_avg"].item()
     assert before[0] != 1.0
-    broken = update.step(batch_of([[1]], 1, step=1))
-    later = update.step(batch_of([[2]], 1, step=2))  # queued before anybody looked
+    broken = update.step(batch_of([[1]], 1, step=1).to(device))
+    later = update.step(batch_of([[2]], 1, step=2).to(device))  # before anybody looked
     assert (model.weight.item(), optimizer.state[model.weight]["exp_avg"].item()) == before
     with pytest.raises(TrainingError, match="step 1: the loss is not finite"):
         broken.values()
     assert math.isfinite(later.values()[0])
 
 
+@pytest.mark.gpu
+def test_a_step_never_waits_for_the_device():
+    """torch raises at the first synchronisation."""
+    torch.manual_seed(0)
+    model = Transformer(Config.preset("tiny", vocab_size=1000)).cuda()
+    model.set_step = lambda step, first_sample: None
+    optimizer = build_adamw(model, OptimSection(learning_rate=1e-3), compiled=False)
+    update = Updater(model, optimizer, schedule=schedule(1e-3), grad_clip=1.0)
+    batches = Loader(Numbered(), micro_batch_size=2, device=torch.device("cuda")).steps(0, 4)
+    results = [update.step(next(batches))]  # the lazy start-up of libraries may wait
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        results += [update.step(batch) for batch in batches]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    losses = [result.values()[0] for result in results]
+    assert all(math.isfinite(loss) for loss in losses) and len(set(losses)) == 4
+
+
 def test_bf16_autocast_keeps_master_weights_in_fp32():
     rng = np.random.default_rng(0)
     batch = cut_batch(0, *rng.integers(0, 16, (2, 4, 8)), micro_batch_size=2)
     losses = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        torch.manual_seed(0)
-        model = Transformer(Config.preset("tiny", n_layers=1))
-        compiled = xtrain.compile(model, dropout=0.1, seed=0, backend="eager")
+    for dtype in ("fp32", "bf16"):
+        model, compiled = small_model()
         optimizer = build_adamw(model, OptimSection(learning_rate=0.01), compiled=False)
-        update = Updater(
-            compiled,
-            optimizer,
-            schedule=schedule(0.01),
-            autocast=lambda d=dtype: torch.autocast("cpu", d, enabled=d is not torch.float32),
-        )
+        context = autocast(torch.device("cpu"), dtype)
+        update = Updater(compiled(0.1), optimizer, schedule=schedule(0.01), autocast=context)
         losses[dtype] = update.step(batch).values()[0]
         tensors = [*model.parameters(), *(p.grad for p in model.parameters())]
         tensors += named_state(optimizer, parameter_names(model)).values()
         assert {t.dtype for t in tensors} == {torch.float32}
-    assert losses[torch.bfloat16] != losses[torch.float32]
-    assert losses[torch.bfloat16] == pytest.approx(losses[torch.float32], rel=1e-2)
+    assert losses["bf16"] != losses["fp32"]
+    assert losses["bf16"] == pytest.approx(losses["fp32"], rel=1e-2)
 
 
 # --- the loader ---------------------------------------------------------------------------------
@@ -307,36 +321,28 @@ def give_gradients(model, seed):
         parameter.grad = torch.from_numpy(rng.standard_normal(parameter.shape, np.float32))
 
 
-def test_groups_leave_norms_and_embedding_undecayed():
-    model = tiny()
+NORMS = {f"blocks.{i}.{part}_norm.weight" for i in (0, 1) for part in ("attention", "feed_forward")}
+OTHERS = {"embedding.weight", "norm.weight", *NORMS}
+
+
+@pytest.mark.parametrize(
+    ("tied", "frozen", "others", "num_decayed"),
+    [
+        (False, None, OTHERS, 2 * 7 + 1),  # seven matrices a block, and the head
+        (True, None, OTHERS, 2 * 7),  # the head is the embedding, once
+        (False, "embedding.weight", OTHERS - {"embedding.weight"}, 2 * 7 + 1),
+    ],
+)
+def test_groups_leave_norms_and_embedding_undecayed(tied, frozen, others, num_decayed):
+    model = tiny(tie_embeddings=tied)
+    if frozen is not None:
+        model.get_parameter(frozen).requires_grad_(False)
     names = parameter_names(model)
-    decayed, others = parameter_groups(model, 0.1)
-    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
-    other_names = {names[id(p)] for p in others["params"]}
-    assert other_names == {
-        "embedding.weight",
-        "norm.weight",
-        *(f"blocks.{i}.{norm}.weight" for i in (0, 1) for norm in NORMS),
-    }
-    assert len(decayed["params"]) == 2 * 7 + 1  # seven matrices a block, and the head
-
-
-NORMS = ("attention_norm", "feed_forward_norm")
-
-
-def test_a_tied_head_is_an_embedding_and_appears_once():
-    model = tiny(tie_embeddings=True)
-    groups = parameter_groups(model, 0.1)
-    ids = [id(p) for group in groups for p in group["params"]]
-    assert len(ids) == len(set(ids)) == 20
-    assert id(model.embedding.weight) in {id(p) for p in groups[1]["params"]}
-
-
-def test_frozen_parameters_are_left_out():
-    model = tiny()
-    model.embedding.weight.requires_grad_(False)
-    ids = {id(p) for group in parameter_groups(model, 0.1) for p in group["params"]}
-    assert id(model.embedding.weight) not in ids and len(ids) == 20
+    decayed, rest = parameter_groups(model, 0.1)
+    assert (decayed["weight_decay"], rest["weight_decay"]) == (0.1, 0.0)
+    assert {names[id(p)] for p in rest["params"]} == others
+    ids = [id(p) for group in (decayed, rest) for p in group["params"]]
+    assert len(decayed["params"]) == num_decayed and len(ids) == len(set(ids))
 
 
 def schedule_of(kind, **changes):
@@ -402,7 +408,7 @@ def test_fifty_compiled_steps_compile_once():
     """Row C35: the schedule changes the tensor's value, which no compiled step guards on."""
     torch._dynamo.reset()
     counters.clear()
-    model = tiny()
+    model = tiny(n_layers=1)
     optimizer = build_adamw(model, OPTIM, compiled=True)
     torch_step = torch.compile(optimizer.step, backend="eager")
     rates, compiles = [], []
@@ -423,7 +429,7 @@ def test_compiled_and_fused_steps_agree():
     for compiled in (False, True):
         model = tiny(n_layers=1)
         optimizer = build_adamw(model, OPTIM, compiled=compiled)
-        step = step_function(optimizer, compiled=compiled)
+        step = Updater(model, optimizer, schedule=schedule(), compiled=compiled).update
         for seed in range(3):
             give_gradients(model, seed)
             step()

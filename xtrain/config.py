@@ -10,7 +10,7 @@ shape of the model is checked by `xtrain.model.Config`, beside the model.
 
 from __future__ import annotations
 
-import difflib
+import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -20,8 +20,18 @@ import tomli_w
 
 from xtrain.files import shown, toml_file, toml_value, why
 from xtrain.rng import SEED_RANGE
-from xtrain.settings import ConfigError, Settings, closest, kinds_of, option, type_hints
+from xtrain.settings import (
+    ConfigError,
+    Settings,
+    closest,
+    flags,
+    kinds_of,
+    option,
+    type_hints,
+    unknown,
+)
 
+_ON_OFF = {"action": argparse.BooleanOptionalAction}  # --compile, --no-compile
 PRESETS = ("tiny", "small", "124m", "350m", "1b", "8b")  # those of xtrain.model
 
 
@@ -31,7 +41,10 @@ class ModelSection(Settings):
 
     section_name = "model"
     preset: str = option(
-        "auto", "shape to start from; auto: small on CPU, 124m on CUDA", choices=("auto", *PRESETS)
+        "auto",
+        f"size of the model: {', '.join(PRESETS)}; auto: small on CPU, 124m on CUDA",
+        choices=("auto", *PRESETS),
+        flag={},
     )
     vocab_size: int | None = option(
         None, "rows of the embedding; none: the tokenizer's, up to a multiple of 64", at_least=1
@@ -49,10 +62,16 @@ class ModelSection(Settings):
     norm_eps: float | None = option(None, "added to the mean square in RMSNorm", above=0)
     tie_embeddings: bool | None = option(None, "the head uses the embedding's tensor")
     recompute: str | int = option(
-        "none", "activations computed again in backward: none, full, or the first N layers"
+        "none",
+        "activations computed again in backward: none, full, or the first N layers",
+        flag={"metavar": "R"},
     )
     dropout: float = option(
-        0.0, "probability of dropping, at every residual branch", at_least=0, at_most=1
+        0.0,
+        "probability of dropping, at every residual branch",
+        at_least=0,
+        at_most=1,
+        flag={"metavar": "P"},
     )
 
 
@@ -62,12 +81,22 @@ class DataSection(Settings):
 
     section_name = "data"
     paths: tuple[str, ...] = option(
-        (), "files, folders, globs or hf:NAME; none: the source of Python's standard library"
+        (),
+        "text files, folders, globs, .jsonl, .parquet, .bin shards or hf:NAME; none: the source of "
+        "Python's standard library",
+        flag={"name": "data", "nargs": "+", "action": "extend", "metavar": "PATH"},
     )
-    tokenizer: str = option("byte", "byte, bpe:N (trained on the data) or a tokenizer.json")
-    field: str = option("text", "the column or key that holds the text in .parquet and .jsonl")
+    tokenizer: str = option(
+        "byte", "byte, bpe:N (trained on the data) or a tokenizer.json", flag={"metavar": "T"}
+    )
+    field: str = option(
+        "text", "the column or key that holds the text in .parquet and .jsonl", flag={}
+    )
     errors: str = option(
-        "strict", "what is not UTF-8: strict stops, replace goes on", choices=("strict", "replace")
+        "strict",
+        "what is not UTF-8: strict stops, replace goes on",
+        choices=("strict", "replace"),
+        flag={},
     )
     cache_dir: str = option("", "where tokens are cached; empty: the user's cache folder")
     val_fraction: float = option(
@@ -80,7 +109,9 @@ class TrainSection(Settings):
     """How long and on how much at a time; evaluation and text samples."""
 
     section_name = "train"
-    steps: int | None = option(None, "optimiser steps; none: by the preset", at_least=1)
+    steps: int | None = option(
+        None, "optimiser steps; none: by the preset", at_least=1, flag={"metavar": "N"}
+    )
     seq_len: int | None = option(
         None, "length of a sequence; none: by the preset", unit="tokens", at_least=1
     )
@@ -177,30 +208,46 @@ class RunSection(Settings):
     """Where the run lies and how it is executed."""
 
     section_name = "run"
-    name: str = option("", "folder in run.folder; empty: the preset's name and a number")
+    name: str = option("", "folder in run.folder; empty: the preset's name and a number", flag={})
     folder: str = option("runs", "where the folders of runs lie")
-    device: str = option("auto", "auto, cpu, cuda or cuda:N; auto: cuda where there is one")
+    device: str = option(
+        "auto", "auto, cpu, cuda or cuda:N; auto: cuda where there is one", flag={}
+    )
     dtype: str = option(
         "auto",
         "of activations, by autocast; weights stay fp32; auto: bf16 on CUDA",
         choices=("auto", "fp32", "bf16"),
+        flag={},
     )
-    deterministic: bool | None = option(None, "bitwise equal repeats; none: on CPU only")
-    compile: bool = option(False, "inductor, else the same passes run with backend eager")
+    deterministic: bool | None = option(
+        None, "bitwise equal repeats; none: on CPU only", flag=_ON_OFF
+    )
+    compile: bool = option(
+        False, "inductor, else the same passes run with backend eager", flag=_ON_OFF
+    )
     compile_optimizer: bool = option(False, "the optimiser's step through torch.compile too")
     kernels: str = option(
         "auto", "xtrain's own ops: auto, triton or off", choices=("auto", "triton", "off")
     )
-    disable_passes: tuple[str, ...] = option((), "names of passes that do not run")
-    verify: bool = option(
-        False, "the first step also without swaps and in fp64, compared; takes that time and memory"
+    disable_passes: tuple[str, ...] = option(
+        (),
+        "names of passes that do not run",
+        flag={"name": "disable-pass", "action": "append", "metavar": "NAME"},
     )
-    dump_graphs: str = option("", "folder for the graphs before and after each pass; empty: none")
+    verify: bool = option(
+        False,
+        "the first step also without swaps and in fp64, compared; takes that time and memory",
+        flag=_ON_OFF,
+    )
+    dump_graphs: str = option(
+        "", "folder for the graphs before and after each pass; empty: none", flag={"metavar": "DIR"}
+    )
     drift_every: int = option(
         0,
         "between fingerprints of inputs, ops, gradients and weights; 0: none",
         unit="steps",
         at_least=0,
+        flag={"metavar": "N"},
     )
 
 
@@ -224,7 +271,7 @@ class RunConfig:
         sections = {}
         for name, table in values.items():
             if name not in SECTIONS:
-                raise ConfigError(_unknown_section(name, source))
+                raise ConfigError(unknown("section", name, SECTIONS, source))
             if not isinstance(table, Mapping):
                 raise ConfigError(
                     f"{name} must be a section ([{name}]) in {source}, got {shown(table)}"
@@ -256,6 +303,11 @@ class RunConfig:
             for name in SECTIONS
         }
 
+    def flat(self) -> dict[str, Any]:
+        """Return the same as "section.key" -> value."""
+        tables = self.to_dict().items()
+        return {f"{name}.{key}": value for name, table in tables for key, value in table.items()}
+
     def to_toml(self) -> str:
         """Return a TOML document with each field's meaning and unit beside it."""
         lines = []
@@ -281,14 +333,9 @@ class RunConfig:
         return replace(self, **sections)
 
 
-SECTIONS: dict[str, Any] = {
-    "model": ModelSection,
-    "data": DataSection,
-    "train": TrainSection,
-    "optim": OptimSection,
-    "checkpoint": CheckpointSection,
-    "run": RunSection,
-}
+SECTIONS: dict[str, Any] = {item.name: type(item.default) for item in fields(RunConfig)}
+# of python -m xtrain.train
+FLAGS = flags(*SECTIONS.values(), named_only=True)
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
@@ -338,16 +385,10 @@ def _unknown_key(name: str, source: str) -> str:
         keys = [item.name for item in fields(SECTIONS[section])]
         advice = f"keys of [{section}]: {', '.join(keys)}"
     elif dot:
-        return _unknown_section(section, source)
+        return unknown("section", section, SECTIONS, source)
     else:
         advice = f"write section.key=value; sections: {', '.join(SECTIONS)}"
     return f"unknown {what} in {source}; {advice}"
-
-
-def _unknown_section(name: str, source: str) -> str:
-    close = difflib.get_close_matches(name, SECTIONS, n=1)
-    advice = f"did you mean {close[0]}?" if close else f"sections: {', '.join(SECTIONS)}"
-    return f"unknown section {shown(name)} in {source}; {advice}"
 
 
 def _check_together(config: RunConfig) -> None:

@@ -165,7 +165,7 @@ def shown(value: Any, length: int = 40) -> str:
     return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
-def why(error: Exception) -> str:
+def why(error: BaseException) -> str:
     """Return what was wrong, in one line, without the name of the file."""
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return " ".join(text.split())

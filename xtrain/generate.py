@@ -7,15 +7,16 @@ of its own, on the CPU, and neither reads nor moves torch's default one.
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from xtrain.config import ConfigError, RunConfig
 from xtrain.files import shown
 from xtrain.rng import SEED_RANGE
+from xtrain.settings import Settings, flags, option
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -95,11 +96,10 @@ def load_run(run: RunFolder, device: str) -> tuple[nn.Module, Tokenizer, int]:
     Raises: ConfigError when the run has none, or a tokenizer that the model is not for;
             CheckpointError when it does not fit; DataError for the tokenizer.
     """
-    from xtrain.checkpoint import CheckpointError
+    from xtrain.checkpoint import CheckpointError, load_model_tensors
     from xtrain.data import load_tokenizer
     from xtrain.model import Config, Transformer
-    from xtrain.state_names import load_model_tensors
-    from xtrain.training.resume import newest_checkpoint
+    from xtrain.training.saving import newest_checkpoint
 
     saved = newest_checkpoint(run, "to sample from")
     tokenizer = load_tokenizer(run.tokenizer)
@@ -139,6 +139,20 @@ def _encoded(text: str, tokenizer: Tokenizer) -> list[int]:
     return ids
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sampling(Settings):
+    """How a continuation is drawn, each field a flag; all but the device go to `generate`."""
+
+    num_tokens: int = option(200, "how many to sample", at_least=0, flag={"name": "tokens"})
+    temperature: float = option(0.8, "0: greedy", at_least=0)
+    top_k: int = option(50, "candidates per token, 0: all", at_least=0)
+    seed: int = option(0, "of the draws", at_least=SEED_RANGE[0], at_most=SEED_RANGE[1])
+    device: str = option("auto", "auto, cpu, cuda or cuda:N")
+
+
+FLAGS = flags(Sampling)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line of `python -m xtrain.generate`."""
     from xtrain.command_line import Parser
@@ -146,11 +160,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m xtrain.generate", description="Sample text from a trained run.")
     parser.add_argument("--run", default="", metavar="RUN", help="name in runs/ or path of a run")
     parser.add_argument("--prompt", default="", help="start of the text; empty: a newline")
-    parser.add_argument("--tokens", type=int, default=200, help="how many to sample [200]")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: greedy [0.8]")
-    parser.add_argument("--top-k", type=int, default=50, help="candidates per token, 0: all [50]")
-    parser.add_argument("--seed", type=int, default=0, help="of the draws [0]")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N [auto]")
+    for flag in FLAGS.values():
+        flag.add_to(parser.add_argument)
     return parser
 
 
@@ -161,31 +172,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with exit_codes() as status:
         args = build_parser().parse_args(arguments)
         limit_spinning()
-        from xtrain.training.build import choose_device
+        from xtrain.training.choices import choose_device
         from xtrain.training.run_folder import find
 
-        for name in ("tokens", "temperature", "top_k"):
-            value = getattr(args, name)
-            if value < 0 or not math.isfinite(value):
-                flag = name.replace("_", "-")
-                raise ConfigError(f"--{flag} must be at least 0 and finite, got {value}")
-        if not SEED_RANGE[0] <= args.seed <= SEED_RANGE[1]:
-            raise ConfigError(f"--seed must be from -2^63 to 2^64 - 1, got {args.seed}")
-        device, _ = choose_device(args.device)
+        asked = {flag.field: flag.value(args) for flag in FLAGS.values()}
+        for flag in FLAGS.values():
+            flag.check(asked[flag.field])
+        device, _ = choose_device(asked.pop("device"))
         run = find(Path(RunConfig().run.folder), args.run, "--run")
         model, tokenizer, step = load_run(run, device)
         prompt = _encoded(args.prompt, tokenizer)
         try:
-            ids = generate(
-                model,
-                prompt,
-                num_tokens=args.tokens,
-                vocab_size=tokenizer.vocab_size,
-                temperature=args.temperature,
-                top_k=args.top_k,
-                seed=args.seed,
-                eos_id=tokenizer.eos_id,
-            )
+            size, end = tokenizer.vocab_size, tokenizer.eos_id
+            ids = generate(model, prompt, vocab_size=size, eos_id=end, **asked)
         except FloatingPointError as error:
             raise ConfigError(f"{run.path}, step {step}: {error}") from None
         # of all ids at once: how one is spelt may depend on those before it

@@ -62,12 +62,15 @@ def peak_flops_of(device_name: str) -> float | None:
 
 def device_peak_flops(device: torch.device | str) -> float | None:
     """Return the dense bf16 FLOP/s of a CUDA device in the table; None for a CPU or another one."""
+    if not _is_cuda(device):
+        return None
     import torch
 
-    device = torch.device(device)
-    if device.type != "cuda":
-        return None
     return peak_flops_of(torch.cuda.get_device_name(device))
+
+
+def _is_cuda(device: torch.device | str) -> bool:
+    return str(device).startswith("cuda")
 
 
 def flops_per_token(num_parameters: float, n_layers: int, width: int, seq_len: int) -> float:
@@ -118,10 +121,9 @@ def peak_memory_gib(device: torch.device | str) -> float:
     CUDA: the most that tensors held since the last `reset_peak_memory` (max_memory_allocated; the
     allocator's cache comes on top). CPU: the most that the process was resident since its start.
     """
-    import torch
+    if _is_cuda(device):
+        import torch
 
-    device = torch.device(device)
-    if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIB
     return _peak_resident_bytes() / GIB
 
@@ -142,10 +144,9 @@ def memory_bytes(device: torch.device | str) -> int | None:
 
     None where the system does not say. A limit of this process's control group counts.
     """
-    import torch
+    if _is_cuda(device):
+        import torch
 
-    device = torch.device(device)
-    if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     try:
         with open("/proc/meminfo") as file:
@@ -172,10 +173,9 @@ def check_fits(num_bytes: int, what: str, device: torch.device | str) -> None:
 
 def reset_peak_memory(device: torch.device | str) -> None:
     """Start a new peak on a CUDA device; a process's resident peak cannot be reset."""
-    import torch
+    if _is_cuda(device):
+        import torch
 
-    device = torch.device(device)
-    if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
@@ -196,18 +196,12 @@ class Speed:
             "mfu_percent": percent,
         }
 
-    def __str__(self) -> str:
-        return (
-            f"{self.tokens_per_s:,.0f} tokens/s, {self.step_time_ms:.1f} ms a step, "
-            f"MFU {format_mfu(self.mfu)}"
-        )
-
 
 class SpeedMeter:
     """Turns the time and tokens of each step into Speed, and sums up a run without its first step.
 
     The first step compiles, fills caches and warms clocks: it is reported on its own and left out
-    of `summary`. After a change that compiles anew, `skip_next` leaves out one more.
+    of `summary`.
     """
 
     def __init__(
@@ -219,7 +213,6 @@ class SpeedMeter:
         self._flops_per_token = flops_per_token
         self._peak_flops = peak_flops
         self._num_devices = num_devices
-        self._skip = True
         self._steps = 0
         self._time_s = 0.0
         self._tokens = 0
@@ -235,17 +228,11 @@ class SpeedMeter:
             raise ValueError(f"step_time_s must be above 0, got {step_time_s}")
         if self.first_step_time_s is None:
             self.first_step_time_s = step_time_s
-        if self._skip:
-            self._skip = False
         else:
             self._steps += 1
             self._time_s += step_time_s
             self._tokens += num_tokens
         return self._speed(step_time_s, num_tokens, 1)
-
-    def skip_next(self) -> None:
-        """Leave the next step out of the summary."""
-        self._skip = True
 
     def summary(self) -> Speed | None:
         """Return mean step time, total tokens / total time and its MFU; None before step two."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from functools import cache
 from operator import index
+from typing import Any
 
 MASK64 = (1 << 64) - 1
 GAMMA = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd: SplitMix64's increment
@@ -27,11 +28,11 @@ CROSS_ATTENTION = "cross_attention"
 FEED_FORWARD = "feed_forward"
 
 
-def splitmix64(x: int) -> int:
+def splitmix64(x: Any) -> Any:
     """Return the SplitMix64 output for state x: increment, two xor-shift multiplies, xor-shift.
 
-    Args:     x: any int, taken mod 2^64.
-    Returns:  int in [0, 2^64).
+    Args:     x: any int, taken mod 2^64; or a NumPy array of uint64, of whose every element it is.
+    Returns:  int in [0, 2^64), or such an array.
     Source:   Steele, Lea, Flood 2014.
     """
     z = (x + GAMMA) & MASK64

@@ -35,8 +35,8 @@ def option(default: Any, meaning: str, **about: Any) -> Any:
 
     Args:   about: limits, any of unit, choices, at_least, above, below, at_most, pattern (a regular
             expression and the words for it); flag, a dict of what is otherwise on a command line
-            (name, default, meaning, shown as the default, metavar, words beside numbers, limits),
-            or None for no flag; and whatever else its readers want to know.
+            (name, default, meaning, shown as the default, words beside numbers, limits, what
+            argparse takes), or None for no flag; and whatever else its readers want to know.
     """
     return field(default=default, metadata={"meaning": meaning, **about})
 
@@ -81,7 +81,7 @@ def fits(section: Any, item: Field) -> Callable[[Any], bool]:
 class Flag:
     """A field on a command line."""
 
-    field: str
+    field: str  # behind its section's name
     name: str  # without the dashes in front
     kind: type  # bool, int, float, str
     default: Any
@@ -95,17 +95,16 @@ class Flag:
     def add_to(self, add: Callable[..., Any]) -> None:
         """Add it to a parser. It has no default there: None says that it was not given."""
         about = self.about
+        given = {key: about[key] for key in ("action", "nargs", "metavar") if key in about}
         if self.kind is bool:
-            add(f"--{self.name}", action="store_true", help=about["meaning"])
-            return
+            given.setdefault("action", "store_true")
+        else:
+            given["type"] = str if "words" in about else self.kind
         default = about.get("shown", self.default)
-        text = f"{default:g}" if isinstance(default, float) else default
-        add(
-            f"--{self.name}",
-            type=str if "words" in about else self.kind,
-            metavar=about.get("metavar"),
-            help=f"{about['meaning']} [{text}]",
-        )
+        text = f" [{default:g}]" if isinstance(default, float) else f" [{default}]"
+        if self.kind is bool or default in (None, "", ()):
+            text = ""
+        add(f"--{self.name}", default=None, help=f"{about['meaning']}{text}", **given)
 
     def was_given(self, args: argparse.Namespace) -> bool:
         """Return whether it stands on the command line."""
@@ -137,19 +136,23 @@ class Flag:
         _check_limits(name, value, about)
 
 
-def flags(*sections: Any) -> dict[str, Flag]:
-    """Return the flags of some classes of settings by their names, in the order of the fields."""
+def flags(*sections: Any, named_only: bool = False) -> dict[str, Flag]:
+    """Return the flags of some classes of settings by their names, in the order of the fields.
+
+    named_only: those of fields that have a `flag` of their own.
+    """
     found = {}
     for section in sections:
         for item in fields(section):
-            other = item.metadata.get("flag", {})
+            other = item.metadata.get("flag", None if named_only else {})
             if other is None:
                 continue
             about: dict[str, Any] = {"name": item.name.replace("_", "-"), "default": item.default}
             about |= {**item.metadata, **other}
             kinds = kinds_of(type_hints(section)[item.name])
             kind = next((k for k in kinds if k in _KIND_NAMES), str)
-            flag = Flag(item.name, about["name"], kind, about["default"], about)
+            field_name = f"{section.section_name}.{item.name}".lstrip(".")
+            flag = Flag(field_name, about["name"], kind, about["default"], about)
             found[flag.name] = flag
     return found
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from xtrain.command_line import Parser, exit_codes, limit_spinning
-from xtrain.config import PRESETS, ConfigError, RunConfig, parse_assignment
+from xtrain.config import FLAGS, ConfigError, RunConfig, parse_assignment
 
 EXAMPLES = """\
 examples:
@@ -26,27 +26,6 @@ meaning and can be edited and passed to --config. Exit codes: 0, 1 the run faile
 for or given to read is wrong, 70 a fault of xtrain's, 128 + N ended by signal N.
 """
 
-# flag -> the field it sets
-FIELDS = {
-    "preset": "model.preset",
-    "data": "data.paths",
-    "tokenizer": "data.tokenizer",
-    "field": "data.field",
-    "errors": "data.errors",
-    "compile": "run.compile",
-    "dropout": "model.dropout",
-    "recompute": "model.recompute",
-    "steps": "train.steps",
-    "name": "run.name",
-    "device": "run.device",
-    "dtype": "run.dtype",
-    "deterministic": "run.deterministic",
-    "dump_graphs": "run.dump_graphs",
-    "disable_pass": "run.disable_passes",
-    "verify": "run.verify",
-    "drift_every": "run.drift_every",
-}
-
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line; a flag that is not given is None and leaves its field alone."""
@@ -56,19 +35,16 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
     )
     add = parser.add_argument
-    add("--preset", help=f"size of the model: {', '.join(PRESETS)} [small on CPU, 124m on CUDA]")
+    for flag in FLAGS.values():
+        flag.add_to(add)
     add(
-        "--data",
-        nargs="+",
-        action="extend",
-        metavar="PATH",
-        help="text: files, folders, globs, .jsonl, .parquet, .bin shards, hf:NAME "
-        "[the source of Python's standard library]",
+        "--resume",
+        nargs="?",
+        const="",
+        metavar="RUN",
+        help="continue a run, by name or path [--name's, or the newest]; with other --steps the "
+        "schedule is stretched",
     )
-    add("--tokenizer", metavar="T", help="byte, bpe:N or a tokenizer.json [byte]")
-    add("--field", help="the text's key or column in .jsonl and .parquet [text]")
-    add("--errors", help="text that is not UTF-8: strict or replace [strict]")
-    _add_training(add)
     add("--config", metavar="FILE", help="a TOML file of the form of a run's config.toml")
     add(
         "--set",
@@ -80,41 +56,10 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_training(add: Any) -> None:
-    flag = argparse.BooleanOptionalAction
-    add("--compile", action=flag, help="through inductor; else the same passes, run eagerly [no]")
-    add("--dropout", type=float, metavar="P", help="at every residual branch [0]")
-    add("--recompute", metavar="R", help="none, full or the first N layers [none]")
-    add(
-        "--steps",
-        type=int,
-        metavar="N",
-        help="optimiser steps; other ones with --resume stretch the schedule [by the preset]",
-    )
-    add("--name", help="the run's folder in runs/ [the preset's name and a number]")
-    add(
-        "--resume",
-        nargs="?",
-        const="",
-        metavar="RUN",
-        help="continue a run, by name or path [--name's, or the newest]",
-    )
-    add("--device", help="auto, cpu, cuda or cuda:N [auto]")
-    add("--dtype", help="of activations: auto, fp32 or bf16 [bf16 on CUDA]")
-    add("--deterministic", action=flag, help="bitwise equal repeats [yes on CPU, no on CUDA]")
-    add("--dump-graphs", metavar="DIR", help="write the graphs before and after each pass")
-    add("--disable-pass", action="append", metavar="NAME", help="leave a pass out; repeatable")
-    add("--verify", action=flag, help="hold the first step against one without swaps [no]")
-    add("--drift-every", type=int, metavar="N", help="fingerprints for xtrain.drift compare [0]")
-
-
 def overrides(args: argparse.Namespace) -> dict[str, Any]:
     """Return "section.key" -> value of everything that was said on the command line."""
-    given = {
-        name: getattr(args, flag)
-        for flag, name in FIELDS.items()
-        if getattr(args, flag) is not None
-    }
+    given = {flag.field: getattr(args, flag.dest) for flag in FLAGS.values()}
+    given = {name: value for name, value in given.items() if value is not None}
     if str(given.get("model.recompute", "")).isdecimal():
         given["model.recompute"] = int(given["model.recompute"])
     return {**given, **dict(parse_assignment(text) for text in args.set)}
@@ -153,8 +98,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ConfigError("--resume continues with the run's own config.toml; no --config")
         check_one_process()
         limit_spinning()
-        from xtrain.training import console, session
-        from xtrain.training.resolve import start_folder, with_absolute_paths
+        from xtrain.training import console, loop
+        from xtrain.training.choices import start_folder, with_absolute_paths
         from xtrain.training.run_folder import find
 
         console.set_up_logging()
@@ -171,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from xtrain.drift.recording.training_steps import fingerprints_of
 
             watched = {"watch": fingerprints_of}
-        status.code = session.train(with_absolute_paths(config, Path.cwd()), run, **watched)
+        status.code = loop.train(with_absolute_paths(config, Path.cwd()), run, **watched)
     return status.code
 
 

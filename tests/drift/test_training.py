@@ -22,7 +22,7 @@ from xtrain.drift.comparison.two_runs import compare_training
 from xtrain.drift.recording.training_steps import TrainingFingerprints
 from xtrain.ops.dropout.op import dropout_reference
 from xtrain.rng import site_seed
-from xtrain.training import session
+from xtrain.training import loop
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_fingerprints_leave_the_run_alone(runs):
 def test_a_run_that_nothing_watches_is_refused_where_it_should_be_watched():
     config = RunConfig().override({"run.drift_every": 2})
     with pytest.raises(ConfigError, match="run.drift_every is 2 and nothing watches the steps"):
-        session.train(config)
+        loop.train(config)
 
 
 def test_two_equal_runs_are_identical(runs, capsys):

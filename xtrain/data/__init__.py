@@ -8,7 +8,7 @@
     inputs, targets = batches.batch(step=100)  # int64 arrays [B, T]; nothing is replayed
 
 sources.py    names on the command line -> a sorted list of files; the embedded default
-readers.py    files -> documents of text;  shards.py  .bin files of token ids
+readers.py    files -> documents of text, or the token ids of .bin files
 tokenizer.py  byte | bpe:N | FILE | ids:N
 encode.py     documents -> arrays of token ids, in bounded memory
 cache.py      one file per (content, tokenizer), complete or absent

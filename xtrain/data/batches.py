@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xtrain.data.errors import DataError
-from xtrain.rng import GAMMA, MUL1, MUL2, site_seed
+from xtrain.rng import site_seed, splitmix64
 
 if TYPE_CHECKING:
     import torch
@@ -62,11 +62,6 @@ class Batches:
         self.num_left_out = tokens.size - (self.num_samples * seq_len + 1)
 
     @property
-    def steps_per_epoch(self) -> int:
-        """Steps after which every sample has been seen: num_samples / batch_size, rounded up."""
-        return -(-self.num_samples // self.batch_size)
-
-    @property
     def description(self) -> str:
         """One line: samples, their length, what is left out, steps in an epoch."""
         left_out = f", last {self.num_left_out} tokens left out" if self.num_left_out else ""
@@ -74,10 +69,6 @@ class Batches:
             f"{self.num_samples:,} samples of {self.seq_len} tokens{left_out};"
             f" {self.num_samples / self.batch_size:,.1f} steps of {self.batch_size} an epoch"
         )
-
-    def sample_ids(self, step: int) -> Int64:
-        """Return which windows step holds, [B]."""
-        return self.ids(_count("step", step) * self.batch_size, self.batch_size)
 
     def batch(self, step: int) -> tuple[Int64, Int64]:
         """Return (inputs [B, T], targets [B, T]) of a step."""
@@ -131,25 +122,15 @@ def permute(positions: Uint64, size: int, keys: Uint64) -> Uint64:
 
 
 def _rounds(x: Uint64, columns: int, rows: int, keys: Uint64) -> Uint64:
-    left, right = np.divmod(x, np.uint64(rows))
+    left, right = np.divmod(x, rows)
     for number in range(_ROUNDS):
         # Coordinates are below 2^32, so that number and coordinate never overlap in the key.
-        round_keys = keys ^ np.uint64(number << 56)
+        round_keys = keys ^ (number << 56)
         if number % 2 == 0:
-            left = (left + _splitmix64(round_keys ^ right) % np.uint64(columns)) % np.uint64(
-                columns
-            )
+            left = (left + splitmix64(round_keys ^ right) % columns) % columns
         else:
-            right = (right + _splitmix64(round_keys ^ left) % np.uint64(rows)) % np.uint64(rows)
-    return left * np.uint64(rows) + right
-
-
-def _splitmix64(x: Uint64) -> Uint64:
-    """Return rng.splitmix64 of every element; arithmetic on uint64 arrays is modulo 2^64."""
-    z = x + np.uint64(GAMMA)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(MUL1)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(MUL2)
-    return z ^ (z >> np.uint64(31))
+            right = (right + splitmix64(round_keys ^ left) % rows) % rows
+    return left * rows + right
 
 
 def _count(name: str, value: int) -> int:

@@ -14,13 +14,13 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from xtrain.data.errors import DataError
-from xtrain.files import json_value, open_locked, remove_stale, whole_file
+from xtrain.files import json_value, open_locked, remove_stale, whole_file, why
 
 FORMAT_VERSION = 1  # part of every key: raise it when the same content must give other ids
 _MAGIC = "xtrain-tokens"
@@ -28,6 +28,7 @@ _HEADER_BYTES = 4096
 _BLOCK_BYTES = 1 << 22
 
 Ids = npt.NDArray[np.unsignedinteger]
+T = TypeVar("T")
 _log = logging.getLogger("xtrain.data")
 
 
@@ -35,6 +36,32 @@ def default_cache_dir() -> Path:
     """Return $XDG_CACHE_HOME/xtrain, or ~/.cache/xtrain."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "xtrain"
+
+
+def made_once(
+    path: Path,
+    read: Callable[[bool], T | None],
+    write: Callable[[BinaryIO], object],
+    say: Callable[[str], None],
+) -> T:
+    """Return what read finds at path; write it first when it is absent or damaged.
+
+    Args:     read: told whether to warn of damage; None where there is nothing usable.
+              write: called at most once, with a file that becomes path when it is whole.
+              say: told in one line that another process is at work.
+    Raises:   DataError when the folder cannot be written; whatever write raises.
+    """
+    if (found := read(True)) is not None:
+        return found
+    with _writing(path, say):
+        # by whoever held the lock before us; a damaged one has been reported
+        if (found := read(False)) is None:
+            with whole_file(path) as file:
+                write(file)
+            found = read(True)
+    if found is None:
+        raise DataError(f"the cache {path} vanished after it was written; name another folder")
+    return found
 
 
 def cached_tokens(
@@ -46,26 +73,15 @@ def cached_tokens(
 ) -> np.memmap:
     """Return the tokens stored under key, read-only and memory-mapped; build them when absent.
 
-    Args:     build: called at most once; yields arrays of dtype that, joined, are the tokens.
-              say: told in one line that another process is at work.
-    Raises:   DataError when the folder cannot be written; whatever build raises.
+    build: yields arrays of dtype that, joined, are the tokens.
     """
     path = folder / f"{key}.tokens"
-    tokens = open_tokens(path, key, dtype)
-    if tokens is not None:
-        return tokens
-    with writing(path, say):
-        # by whoever held the lock before us; a damaged one has been reported
-        tokens = open_tokens(path, key, dtype, warn=False)
-        if tokens is None:
-            with whole_file(path) as file:
-                _write_tokens(file, key, dtype, build())
-            tokens = open_tokens(path, key, dtype)
-    if tokens is None:
-        raise DataError(
-            f"the token cache {path} vanished after it was written; name another folder"
-        )
-    return tokens
+    return made_once(
+        path,
+        lambda warn: open_tokens(path, key, dtype, warn=warn),
+        lambda file: _write_tokens(file, key, dtype, build()),
+        say,
+    )
 
 
 def open_tokens(path: Path, key: str, dtype: np.dtype, *, warn: bool = True) -> np.memmap | None:
@@ -78,7 +94,7 @@ def open_tokens(path: Path, key: str, dtype: np.dtype, *, warn: bool = True) -> 
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise DataError(f"cannot read the token cache {path}: {error.strerror}") from error
+        raise DataError(f"cannot read the token cache {path}: {why(error)}") from error
     meta = _parse_header(header)
     count = meta.get("num_tokens", 0)
     expected = _HEADER_BYTES + count * dtype.itemsize
@@ -143,7 +159,7 @@ def _parse_header(header: bytes) -> dict[str, Any]:
 
 
 @contextmanager
-def writing(path: Path, say: Callable[[str], None]) -> Iterator[None]:
+def _writing(path: Path, say: Callable[[str], None]) -> Iterator[None]:
     """Hold the right to write path: one process at a time, abandoned temporary files removed.
 
     Raises:   DataError for what the system refuses, such as a full disk or a read-only folder.
@@ -160,6 +176,6 @@ def writing(path: Path, say: Callable[[str], None]) -> Iterator[None]:
                 lock_path.unlink(missing_ok=True)
     except OSError as error:
         raise DataError(
-            f"cannot write the cache {path}: {error.strerror or error};"
+            f"cannot write the cache {path}: {why(error)};"
             " name a writable folder with space as cache_dir (or set XDG_CACHE_HOME)"
         ) from error

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from xtrain.data import cache, encode, readers, shards
+from xtrain.data import cache, encode, readers
 from xtrain.data.errors import DataError
 from xtrain.data.sources import Listing, Source, list_sources
 from xtrain.data.tokenizer import (
@@ -30,7 +30,6 @@ from xtrain.data.tokenizer import (
     parse_bpe,
     train_bpe,
 )
-from xtrain.files import whole_file
 
 Ids = npt.NDArray[np.unsignedinteger]
 
@@ -55,29 +54,18 @@ class Corpus:
         return self.tokenizer.vocab_size
 
     def split(
-        self,
-        *,
-        val_fraction: float | None = None,
-        val_tokens: int | None = None,
-        seq_len: int | None = None,
+        self, *, val_fraction: float, seq_len: int | None = None
     ) -> tuple[np.memmap, np.memmap]:
         """Return (train, val): views, val being the end of the corpus.
 
-        Args:     val_fraction: share of the tokens, in [0, 1); or
-                  val_tokens: their number. 0 gives an empty val.
+        Args:     val_fraction: share of the tokens, in [0, 1); 0 gives an empty val.
                   seq_len: when given, each part that is not empty must hold one sequence.
         Raises:   DataError for a value out of range or a part that is too short, with both lengths.
         """
         total = self.tokens.size
-        if (val_fraction is None) == (val_tokens is None):
-            raise DataError("split takes one of val_fraction and val_tokens")
-        if val_fraction is not None:
-            if not 0 <= val_fraction < 1:
-                raise DataError(f"val_fraction must be in [0, 1), got {val_fraction}")
-            val_tokens = round(total * val_fraction)
-        count = cast(int, val_tokens)
-        if not 0 <= count < total:
-            raise DataError(f"val_tokens must be in [0, {total}), the corpus's length; got {count}")
+        if not 0 <= val_fraction < 1:
+            raise DataError(f"val_fraction must be in [0, 1), got {val_fraction}")
+        count = round(total * val_fraction)
         parts = self.tokens[: total - count], self.tokens[total - count :]
         for name, part in zip(("training", "validation"), parts, strict=True):
             if seq_len is not None and 0 < part.size <= seq_len:
@@ -95,7 +83,7 @@ class Corpus:
         block = 1 << 21
         for start in range(0, self.tokens.size, block):
             ids = self.tokens[start : start + block]
-            shards.check_ids(ids, vocab_size, owner, "the corpus", start)
+            readers.check_ids(ids, vocab_size, owner, "the corpus", start)
 
 
 @dataclass(frozen=True)
@@ -187,7 +175,7 @@ class _Opener:
                 f"{spec} is trained on text, but {first} holds token ids: name the shard's own"
                 " tokenizer.json, or ids:N"
             )
-        parts = [shards.open_shard(source.path) for source in self.listing.sources]
+        parts = [readers.open_shard(source.path) for source in self.listing.sources]
         for part in parts:
             if part.dtype != parts[0].dtype:
                 raise DataError(f"{first} and {part.path} store ids of different types")
@@ -195,7 +183,7 @@ class _Opener:
             "checking ids", sum(p.num_tokens * p.dtype.itemsize for p in parts)
         ) as advance:
             for part in parts:
-                shards.check_range(part, tokenizer.vocab_size, tokenizer.name, advance)
+                readers.check_range(part, tokenizer.vocab_size, tokenizer.name, advance)
         content = self.content()
         dtype = parts[0].dtype
         key = _hash(cache.FORMAT_VERSION, content.sha256, tokenizer.fingerprint)
@@ -207,7 +195,7 @@ class _Opener:
 
             def build() -> Iterator[Ids]:
                 for part in parts:
-                    yield from shards.read_ids(part)
+                    yield from readers.read_ids(part)
                 self.check_unchanged(content)
 
             tokens = cache.cached_tokens(self.folder, key, dtype, build, self.progress.say)
@@ -238,15 +226,12 @@ class _Opener:
     def trained_bpe(self, spec: str, content: _Content) -> JsonTokenizer:
         """Return the tokenizer of bpe:N for this content, trained now or before."""
         path = self.folder / f"{_hash(cache.FORMAT_VERSION, content.sha256, spec)}.tokenizer.json"
-        tokenizer = _stored_tokenizer(path, spec)
-        if tokenizer is None:
-            with cache.writing(path, self.progress.say):
-                tokenizer = _stored_tokenizer(path, spec)
-                if tokenizer is None:
-                    tokenizer = self.train(spec, content)
-                    with whole_file(path) as file:
-                        file.write(tokenizer.json_text.encode())
-        return tokenizer
+        return cache.made_once(
+            path,
+            lambda warn: _stored_tokenizer(path, spec, warn),
+            lambda file: file.write(self.train(spec, content).json_text.encode()),
+            self.progress.say,
+        )
 
     def train(self, spec: str, content: _Content) -> JsonTokenizer:
         """Train bpe:N on the sources."""
@@ -287,7 +272,7 @@ def _noun(sources: Sequence[Source]) -> str:
     )
 
 
-def _stored_tokenizer(path: Path, spec: str) -> JsonTokenizer | None:
+def _stored_tokenizer(path: Path, spec: str, warn: bool) -> JsonTokenizer | None:
     """Return a trained tokenizer from the cache, or None when it is absent or damaged."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -295,7 +280,8 @@ def _stored_tokenizer(path: Path, spec: str) -> JsonTokenizer | None:
     except FileNotFoundError:
         return None
     except Exception:  # the tokenizers package raises bare Exception
-        cache.warn_damaged(path, "it is no tokenizer.json")
+        if warn:
+            cache.warn_damaged(path, "it is no tokenizer.json")
         return None
 
 

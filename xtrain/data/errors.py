@@ -7,15 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from xtrain.files import why
+
 
 class DataError(ValueError):
     """What is wrong with the user's data, where, and what to do: one line, fit for the terminal."""
-
-
-def one_line(error: BaseException) -> str:
-    """Return the first non-blank line of an exception's text, or its type's name."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
 
 
 @contextmanager
@@ -26,7 +22,7 @@ def tokenizer_errors(what: str) -> Iterator[None]:
     except BaseException as error:  # a panic is no Exception
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise DataError(f"{what} ({one_line(error)})") from None
+        raise DataError(f"{what} ({why(error)})") from None
 
 
 @contextmanager
@@ -35,8 +31,7 @@ def os_errors_as_data_errors(path: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = error.strerror or one_line(error)
-        raise DataError(f"cannot read {path}: {reason}") from error
+        raise DataError(f"cannot read {path}: {why(error)}") from error
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -34,42 +34,38 @@ _EOS_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
 _NAMES = "byte, bpe:N, ids:N or the path of a tokenizer.json"
 
 
-class Tokenizer(Protocol):
-    """What the trainer, generate and export need of a tokenizer."""
+class Tokenizer:
+    """What the trainer, generate and export need of a tokenizer.
 
-    @property
-    def name(self) -> str:
-        """What the user would pass as --tokenizer to name its kind."""
+    name         what the user would pass as --tokenizer to name its kind
+    vocab_size   largest id + 1
+    eos_id       the id that ends a document, or None: then a newline separates documents
+    fingerprint  hash of everything that decides the ids
+    """
 
-    @property
-    def vocab_size(self) -> int:
-        """Largest id + 1."""
-
-    @property
-    def eos_id(self) -> int | None:
-        """The id that ends a document, or None: then a newline separates documents."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash of everything that decides the ids."""
+    name: str
+    vocab_size: int
+    eos_id: int | None = None
+    fingerprint: str
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of text. Raises DataError for a lone surrogate (no valid Unicode)."""
+        raise NotImplementedError
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids; bytes that are no UTF-8 become U+FFFD."""
+        raise NotImplementedError
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a file from which load_tokenizer makes this tokenizer again."""
+        raise NotImplementedError
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """The bytes of the UTF-8 text as ids 0 to 255."""
 
-    name = "byte"
+    name = fingerprint = "byte"
     vocab_size = 256
-    eos_id = None
-    fingerprint = "byte"
 
     def encode(self, text: str) -> list[int]:
         """Return the UTF-8 bytes of text."""
@@ -85,15 +81,12 @@ class ByteTokenizer:
         Path(path).write_text(_byte_tokenizer_json(), encoding="utf-8")
 
 
-class IdTokenizer:
+class IdTokenizer(Tokenizer):
     """A vocabulary of bare ids: it can bound and print them, but holds no text."""
-
-    eos_id = None
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
-        self.name = f"ids:{vocab_size}"
-        self.fingerprint = self.name
+        self.name = self.fingerprint = f"ids:{vocab_size}"
 
     def encode(self, text: str) -> list[int]:
         """Raise: there is no text behind these ids."""
@@ -108,7 +101,7 @@ class IdTokenizer:
         Path(path).write_text(json.dumps({"xtrain_ids": self.vocab_size}), encoding="utf-8")
 
 
-class JsonTokenizer:
+class JsonTokenizer(Tokenizer):
     """A tokenizer.json run by the `tokenizers` package.
 
     special_tokens: role -> text, such as {"eos_token": "<|im_end|>"}; tokenizer.json itself does
@@ -134,7 +127,7 @@ class JsonTokenizer:
         known = next((name for name in _EOS_NAMES if name in vocab), None)
         if known is not None:
             self.special_tokens.setdefault("eos_token", known)
-        self.eos_id: int | None = vocab.get(self.special_tokens.get("eos_token", ""))
+        self.eos_id = vocab.get(self.special_tokens.get("eos_token", ""))
         self.fingerprint = hashlib.sha256(f"{self.eos_id}\n{json_text}".encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:

@@ -1,22 +1,24 @@
-"""What a run and its user exchange: log lines, the progress bar, Ctrl-C."""
+"""What a run shows: log lines, the progress bar, text samples, loss.png, the last words."""
 
 from __future__ import annotations
 
-import _thread
 import logging
 import os
-import signal
 import sys
-import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
-from types import FrameType, TracebackType
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, TextIO
 
 from tqdm import tqdm
 
 from xtrain.command_line import leave_stdout
+from xtrain.config import RunConfig
+from xtrain.data.tokenizer import Tokenizer
+from xtrain.metrics import SpeedMeter, format_mfu
+from xtrain.training.run_folder import RunFolder
+from xtrain.training.update import Schedule
 
 log = logging.getLogger(__name__)
 
@@ -120,84 +122,163 @@ def _short(number: float) -> str:
     return f"{number:.0f}"
 
 
-class Interrupted(KeyboardInterrupt):
-    """SIGINT or SIGTERM at a moment when nothing is worth a wait."""
-
-    def __init__(self, number: int):
-        super().__init__(signal.Signals(number).name)
-        self.number = number
+# --- the beginning ------------------------------------------------------------------------------
 
 
-class StopSignals:
-    """Within the context, the first SIGINT or SIGTERM ends the run.
+def log_config(config: RunConfig) -> None:
+    """Print one line a section; config.toml has the meanings."""
+    lines = [
+        f"  {name + ':':<12}" + ", ".join(f"{key} {_plain(value)}" for key, value in table.items())
+        for name, table in config.to_dict().items()
+    ]
+    log.info("configuration:\n%s", "\n".join(lines))
 
-    While `gently` is set it only sets `received`: the loop ends after its step and saves. Else,
-    while data are read or the first step compiles, it raises Interrupted, once more where Python
-    swallows it (in the callback of a weak reference, of which compilers make many). Where that does
-    not come through within GRACE_S seconds (a compiler or a tokenizer keeps Python from running),
-    `at_once` is called and the process ends. The signal's default action is restored with the
-    first: a second one ends the process on the spot.
+
+def _plain(value: object) -> str:
+    if isinstance(value, list):
+        return " ".join(map(str, value)) or "-"
+    return f"{value:g}" if isinstance(value, float) else str(value) or "-"
+
+
+def log_held(schedule: Schedule, steps: int) -> None:
+    """Say that the schedule ends before the run, if it does, and how to stretch it."""
+    if schedule.ends_at >= steps:
+        return
+    rate = schedule.minimum
+    log.log(
+        logging.INFO if rate else logging.WARNING,
+        "learning rate: the schedule ends at step %d of %d; from there on it stays at %g%s "
+        "(--set optim.schedule_steps=%d stretches it)",
+        schedule.ends_at,
+        steps,
+        rate,
+        "" if rate else ", which changes no weight",
+        steps,
+    )
+
+
+def log_sample(when: str, tokenizer: Tokenizer, prompt: list[int], ids: list[int]) -> None:
+    """Show sampled ids behind their prompt."""
+    # of all ids together, as the space before a token, or half a character, may need both sides
+    whole = tokenizer.decode(prompt + ids)
+    start = len(os.path.commonprefix([tokenizer.decode(prompt), whole]))
+    text = f"{_printable(whole[:start])} >>> {_printable(whole[start:])}"
+    indented = "\n".join(f"  | {line}" for line in text.splitlines())
+    log.info("text %s, prompt >>> sampled:\n%s", when, indented)
+
+
+def _printable(text: str) -> str:
+    """Show what a terminal would obey (escapes, bells) as a replacement character."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
+# --- the end ------------------------------------------------------------------------------------
+
+
+def log_end(
+    run: RunFolder, config: RunConfig, num_tokens: int, meter: SpeedMeter, seconds: float
+) -> None:
+    """Say what a finished run has reached, where it lies and what can follow."""
+    steps, set_length = config.train.steps or 0, config.optim.schedule_steps
+    lines = [
+        f"done: step {steps}, {num_tokens:,} tokens, {seconds:.0f} s of which the "
+        f"first step took {meter.first_step_time_s or 0:.1f} s"
+    ]
+    if (speed := meter.summary()) is not None:
+        lines.append(
+            f"  {speed.tokens_per_s:,.0f} tokens/s, {speed.step_time_ms:.0f} ms a step, "
+            f"MFU {format_mfu(speed.mfu)}"
+        )
+    records = list(run.read_metrics())
+    for key, title, note in (
+        ("loss", "training loss  ", ""),
+        ("val_loss", "validation loss", " (dropout off)"),
+    ):
+        values = [record[key] for record in records if record.get(key) is not None]
+        if values:
+            lines.append(f"  {title} {values[0]:.4f} -> {values[-1]:.4f}{note}")
+    more = 2 * steps
+    stretch = f" --set optim.schedule_steps={more}" if set_length and set_length < more else ""
+    lines += [
+        f"{run.path}/ holds {run.config.name}, {run.metrics.name}, {run.plot.name}, "
+        f"{run.tokenizer.name}, {run.checkpoints.name}/",
+        f"  more steps: {run.resume_command} --steps {more}{stretch}",
+        f"  more text:  python -m xtrain.generate --run {run.path}",
+    ]
+    log.info("%s", "\n".join(lines))
+
+
+def draw_losses(run: RunFolder, title: str) -> None:
+    """Draw loss.png; a run that trained, or that ends with an error, does not end with this one."""
+    try:
+        plot_losses(run.read_metrics(), run.plot, title)
+    except OSError as error:
+        run.plot.unlink(missing_ok=True)
+        log.warning("cannot write %s: %s", run.plot, error.strerror)
+
+
+_GREY, _BLUE, _ORANGE = "0.35", "#4c78a8", "#e4572e"
+
+
+def plot_losses(records: Iterable[Mapping[str, Any]], path: Path, title: str) -> None:
+    """Draw the records of metrics.jsonl: each step's loss, its smoothed course, validation.
+
+    The smoothed line is an exponential average over about a fiftieth of the run, corrected for its
+    start, so that it begins at the first loss.
     """
+    # a figure without pyplot: no window system, no global state, usable from any thread
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
-    GRACE_S = 3.0
+    records = [record for record in records if record.get("loss") is not None]
+    if not records:
+        return
+    steps = [record["step"] for record in records]
+    losses = [record["loss"] for record in records]
+    validation = [(r["step"], r["val_loss"]) for r in records if r.get("val_loss") is not None]
 
-    def __init__(self) -> None:
-        self.received: int | None = None
-        self.gently = False
-        self.at_once: Callable[[int], object] = lambda number: None
-        self._before: dict[int, Any] = {}
-        self._ended = threading.Event()
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.plot(steps, losses, color=_BLUE, alpha=0.35, linewidth=1, label="train, each step")
+    axes.plot(steps, _smoothed(losses), color=_BLUE, linewidth=2, label="train, smoothed")
+    if validation:
+        axes.plot(
+            *zip(*validation, strict=True),
+            color=_ORANGE,
+            linewidth=2,
+            marker="o",
+            markersize=5,
+            label="validation, dropout off",
+        )
+        step, loss = validation[-1]
+        axes.annotate(
+            f"{loss:.3f}",
+            (step, loss),
+            textcoords="offset points",
+            xytext=(0, -9),
+            ha="center",
+            va="top",
+            color=_ORANGE,
+            bbox=dict(facecolor="white", edgecolor="none", alpha=0.8, pad=1),
+        )
+    axes.set_title(title, fontsize=11)
+    axes.set_xlabel("optimiser step")
+    axes.set_ylabel("loss (nats per token)")
+    axes.margins(x=0.02, y=0.1)  # y: room for the number below the last point
+    axes.grid(color="0.9")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(colors=_GREY)
+    axes.legend(frameon=False)
+    figure.savefig(path)
 
-    def __enter__(self) -> StopSignals:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._handle)
-            # the system's handler writes a signal's number here even where Python's must wait
-            reader, self._writer = os.pipe()
-            os.set_blocking(self._writer, False)
-            self._wakeup_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-            threading.Thread(target=self._watch, args=(reader,), daemon=True).start()
-            self._hook_before, sys.unraisablehook = sys.unraisablehook, self._unraisable
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._ended.set()
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        if self._before:
-            sys.unraisablehook = self._hook_before
-            signal.set_wakeup_fd(self._wakeup_before)
-            os.close(self._writer)  # the watch ends
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.received = number
-        for other in self._before:
-            signal.signal(other, signal.SIG_DFL)
-        if not self.gently:
-            raise Interrupted(number)
-        # not through logging: a handler may run in the middle of another print
-        again = "; once more leaves at once" if number == signal.SIGINT else ""
-        os.write(2, f"\nstopping after this step, then saving{again}\n".encode())
-
-    def _unraisable(self, swallowed: sys.UnraisableHookArgs) -> None:
-        if isinstance(swallowed.exc_value, Interrupted):
-            number = swallowed.exc_value.number
-            signal.signal(number, self._handle)
-            again = threading.Timer(0.05, _thread.interrupt_main, [number])  # past the callback
-            again.daemon = True
-            again.start()
-        else:
-            self._hook_before(swallowed)
-
-    def _watch(self, reader: int) -> None:
-        while number := os.read(reader, 1):
-            if number[0] in self._before and not self.gently:
-                if not self._ended.wait(self.GRACE_S) and not self.gently:
-                    self.at_once(number[0])
-                    os._exit(128 + number[0])
-        os.close(reader)
+def _smoothed(values: list[float]) -> list[float]:
+    keep = max(1.0 - 50.0 / max(len(values), 1), 0.0)
+    average, weight, result = 0.0, 0.0, []
+    for value in values:
+        average = keep * average + (1.0 - keep) * value
+        weight = keep * weight + (1.0 - keep)
+        result.append(average / weight)
+    return result

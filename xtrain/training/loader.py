@@ -9,22 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-IGNORE_INDEX = -100  # a target that does not count
-
-
-class BatchSource(Protocol):
-    """What the loader needs of xtrain.data.Batches."""
-
-    def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (inputs, targets), each [B, T], of one step's global batch."""
-        ...
+from xtrain.data.batches import Batches
+from xtrain.model import IGNORE_INDEX
 
 
 @dataclass(frozen=True)
@@ -35,14 +27,22 @@ class Ranks:
     world_size: int = 1
 
 
+ONE = Ranks()
+
+
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward takes: inputs and targets [B, T], int64, on the device."""
+    """What one forward takes: inputs and targets [B, T], int64."""
 
     first_sample: int  # index of row 0 within the step's global batch
     inputs: Tensor
     targets: Tensor
     num_targets: int  # targets that count, in this micro-batch
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """Return it on a device; from pinned memory the copy does not wait."""
+        inputs, targets = (t.to(device, non_blocking=True) for t in (self.inputs, self.targets))
+        return replace(self, inputs=inputs, targets=targets)
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,10 @@ class StepBatch:
     micro_batches: tuple[MicroBatch, ...]
     num_targets: int  # targets that count, in the global batch over all ranks
 
+    def to(self, device: torch.device) -> StepBatch:
+        """Return it on a device."""
+        return replace(self, micro_batches=tuple(m.to(device) for m in self.micro_batches))
+
 
 def cut_batch(
     step: int,
@@ -60,7 +64,7 @@ def cut_batch(
     targets: np.ndarray,
     *,
     micro_batch_size: int,
-    ranks: Ranks | None = None,
+    ranks: Ranks = ONE,
     pin: bool = False,
 ) -> StepBatch:
     """Return this rank's micro-batches of a global batch, on the CPU.
@@ -70,7 +74,6 @@ def cut_batch(
             pin: into page-locked memory, from which copies to the GPU overlap with its work.
     Raises: ValueError when the batch cannot be cut evenly.
     """
-    ranks = ranks or Ranks()
     local, rest = divmod(len(inputs), ranks.world_size)
     if rest or local % micro_batch_size:
         raise ValueError(
@@ -82,17 +85,12 @@ def cut_batch(
     micro_batches = []
     for first in range(start, start + local, micro_batch_size):
         rows = slice(first, first + micro_batch_size)
-        micro_batches.append(
-            MicroBatch(
-                first_sample=first,
-                inputs=_to_tensor(inputs[rows], pin),
-                targets=_to_tensor(targets[rows], pin),
-                num_targets=int(counts[rows].sum()),
-            )
-        )
+        pair = (_to_tensor(inputs[rows], pin), _to_tensor(targets[rows], pin))
+        micro_batches.append(MicroBatch(first, *pair, int(counts[rows].sum())))
     return StepBatch(step, tuple(micro_batches), int(counts.sum()))
 
 
+@dataclass(frozen=True)
 class Loader:
     """Iterates over the StepBatches of steps first, first + 1, ... last - 1, on the device.
 
@@ -100,18 +98,10 @@ class Loader:
     without harm when the loop stops: the next run asks for its steps by number.
     """
 
-    def __init__(
-        self,
-        source: BatchSource,
-        *,
-        micro_batch_size: int,
-        device: torch.device,
-        ranks: Ranks | None = None,
-    ):
-        self.source = source
-        self.micro_batch_size = micro_batch_size
-        self.device = device
-        self.ranks = ranks or Ranks()
+    batches: Batches
+    micro_batch_size: int
+    device: torch.device
+    ranks: Ranks = ONE
 
     def steps(self, first: int, last: int) -> Iterator[StepBatch]:
         """Yield the batches of steps first .. last - 1."""
@@ -121,34 +111,30 @@ class Loader:
                 assert pending is not None
                 batch = pending.result()
                 pending = pool.submit(self._read, step + 1) if step + 1 < last else None
-                yield to_device(batch, self.device)
+                yield batch.to(self.device)
 
     def _read(self, step: int) -> StepBatch:
-        inputs, targets = self.source.batch(step)
         return cut_batch(
             step,
-            inputs,
-            targets,
+            *self.batches.batch(step),
             micro_batch_size=self.micro_batch_size,
             ranks=self.ranks,
             pin=self.device.type == "cuda",
         )
 
 
-def to_device(batch: StepBatch, device: torch.device) -> StepBatch:
-    """Return the batch on device; from pinned memory the copy does not wait."""
-    if device.type == "cpu":
-        return batch
-    moved = tuple(
-        MicroBatch(
-            first_sample=micro.first_sample,
-            inputs=micro.inputs.to(device, non_blocking=True),
-            targets=micro.targets.to(device, non_blocking=True),
-            num_targets=micro.num_targets,
-        )
-        for micro in batch.micro_batches
-    )
-    return StepBatch(batch.step, moved, batch.num_targets)
+def in_order(
+    batches: Batches, count: int, *, micro_batch_size: int, device: torch.device
+) -> Iterator[MicroBatch]:
+    """Yield samples 0 .. count - 1 on one rank, as for a validation; every micro-batch is full.
+
+    The last rows may be too many: they keep the shape, which is compiled, and do not count.
+    """
+    for first in range(0, count, micro_batch_size):
+        inputs, targets = batches.samples(first, micro_batch_size)
+        targets[count - first :] = IGNORE_INDEX
+        cut = cut_batch(first, inputs, targets, micro_batch_size=micro_batch_size)
+        yield cut.micro_batches[0].to(device)
 
 
 def _to_tensor(array: np.ndarray, pin: bool) -> Tensor:

@@ -66,6 +66,11 @@ class RunFolder:
         return self.path.name
 
     @property
+    def resume_command(self) -> str:
+        """What its user types to go on with it."""
+        return f"python -m xtrain.train --resume {self.path}"
+
+    @property
     def is_unused(self) -> bool:
         """Whether the folder is empty, or holds a start after which nothing was trained."""
         names = {name for name in os.listdir(self.path) if not is_temporary(name)}

@@ -31,12 +31,12 @@ from xtrain.drift.recording.training_format import (
 )
 from xtrain.drift.recording.writing import to_bits
 from xtrain.ops import dropout
-from xtrain.optim import named_state
 from xtrain.rng import site_seed
+from xtrain.training.update import named_state
 
 if TYPE_CHECKING:
     from xtrain.compiler.compile_report import Site
-    from xtrain.training.trainer import Trainer
+    from xtrain.training.loop import Trainer
 
 DECISIONS = 4096  # of a mask, which a fingerprint is of
 
@@ -156,20 +156,20 @@ class _TrainingObserver(Observer):
 
 def fingerprints_of(trainer: Trainer) -> TrainingFingerprints:
     """Return what writes the fingerprints of a run beside its steps, as its configuration says."""
-    parts = trainer.parts
+    config = trainer.config
     return TrainingFingerprints(
-        parts.run.drift,
-        parts.model,
-        every=parts.config.run.drift_every,
+        trainer.run_folder.drift,
+        trainer.model,
+        every=config.run.drift_every,
         autocast=trainer.autocast,
         first_step=trainer.first_step,
         rank=torch.distributed.get_rank() if torch.distributed.is_initialized() else 0,
-        configuration=parts.config.to_dict(),
-        optimizer_state=lambda: named_state(trainer.optimizer, trainer.names),
+        configuration=config.to_dict(),
+        optimizer_state=lambda: named_state(trainer.optimizer, trainer.saver.names),
         masks=lambda step: masks_of(
-            parts.compiled.report().sites,
-            parts.config.model.dropout,
-            parts.config.train.seed,
+            trainer.compiled.report().sites,
+            config.model.dropout,
+            config.train.seed,
             step,
             trainer.device,
         ),
