@@ -8,7 +8,7 @@ import torch
 import xtrain
 from xtrain import torch_compat
 from xtrain.model import Config, Transformer
-from xtrain.ops.launch import replay
+from xtrain.ops import launch as replay
 
 pytestmark = pytest.mark.gpu
 

@@ -201,7 +201,7 @@ class TritonAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_out):
-        from xtrain.ops.sdpa.backward_kernel import sdpa_bwd
+        from xtrain.ops.sdpa.kernel import sdpa_bwd
 
         q, k, v, out, lse = ctx.saved_tensors
         grads = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))

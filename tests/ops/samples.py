@@ -176,6 +176,22 @@ CONSTANTS: dict[str, tuple[int, ...]] = {
     "rope_qk": (2, 3),
 }
 
+# What backward is to find again, past single numbers: positions of arguments, then of results.
+SAVED: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "dropout": ((), ()),
+    "dropout_add_rms_norm": ((2,), (0,)),
+    "rms_norm": ((0, 1), ()),
+    "rope": ((1, 2), ()),
+    "rope_qk": ((2, 3), ()),
+    "sdpa": ((0, 1, 2, 3), (0, 1)),
+    "swiglu": ((0, 1), ()),
+    "swiglu_packed": ((0,), ()),
+    "geglu": ((0, 1), ()),
+    "geglu_packed": ((0,), ()),
+    "cross_entropy": ((0, 1, 2), (1,)),
+    "linear_cross_entropy": ((2, 3), (1, 3, 4)),  # of a mean: the gradients, not the inputs
+}
+
 
 def with_gradients(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments as leaves in their layout that want gradients, where the op gives them."""

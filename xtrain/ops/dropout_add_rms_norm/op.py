@@ -65,10 +65,11 @@ class Options(NamedTuple):
         """Return x dropped out as inductor fuses it; as it is where nothing is to be dropped."""
         return dropout_decomposition(x, *self[:3]) if self.p > 0 else x
 
-    def of_kernels(self) -> tuple[int, float, Tensor, Tensor, float, bool]:
-        """Return what both launchers take of these."""
-        random = threshold_of(self.p), scale_of(self.p), self.seed, self.offset
-        return *random, self.eps, self.cast == "llama"
+    @property
+    def random(self) -> tuple[int, float, Tensor, Tensor] | None:
+        """What kernels take of these, None where they drop nothing."""
+        threshold = threshold_of(self.p)
+        return (threshold, scale_of(self.p), self.seed, self.offset) if threshold > 0 else None
 
 
 def dropout_add_rms_norm_reference(
@@ -93,7 +94,7 @@ def dropout_add_rms_norm_decomposition(
     residual: Tensor,
     weight: Tensor,
     options: Options,
-    y_dtype: Dtype | None = None,
+    y_dtype: Dtype | None,
 ) -> tuple[Tensor, Tensor]:
     """Return (h, y) as inductor fuses them: one pass over the rows."""
     h = residual.contiguous() + options.dropped(x).contiguous()
@@ -177,17 +178,6 @@ def _dtypes(
     return h_dtype, rounds_to, y_dtype or rounds_to
 
 
-def _forward_arguments(
-    x: Tensor, residual: Tensor, weight: Tensor, *rest: Any, y_dtype: Dtype | None = None
-) -> Any:
-    return x, residual, weight, Options(*rest[:5]), *(rest[5:] or (y_dtype,))
-
-
-def _backward_arguments(h: Tensor, weight: Tensor, *rest: Any) -> Any:
-    grad_h, grad_y, *options = rest[:-2]
-    return h, weight, grad_h, grad_y, Options(*options), *rest[-2:]
-
-
 def _fake(
     x: Tensor,
     residual: Tensor,
@@ -230,8 +220,10 @@ def _cuda(
         dense = contiguous(x), contiguous(residual), weight
         return dropout_add_rms_norm_decomposition(*dense, options, y_dtype)
     rows = in_rows(x, residual)
-    launch = import_module("xtrain.ops.dropout_add_rms_norm.kernel").dropout_add_rms_norm_fwd
-    return launch(*rows, weight.contiguous(), *options.of_kernels(), rounds_to, out_dtype)
+    launch = import_module("xtrain.ops.rms_norm.kernel").norm_fwd
+    llama = options.cast == "llama"
+    rest = options.random, options.eps, llama, rounds_to, out_dtype
+    return launch(*rows, weight.contiguous(), *rest)
 
 
 def _backward_fake(
@@ -278,17 +270,23 @@ def _backward_cuda(
         rest_of_them = [grad.float() for grad in grad_y[KERNEL_GRADS - 1 :]]
         grad_y = [*grad_y[: KERNEL_GRADS - 1], functools.reduce(torch.add, rest_of_them)]
     grads = [grad.contiguous() for grad in grad_y]
-    launch = import_module("xtrain.ops.dropout_add_rms_norm.kernel").dropout_add_rms_norm_bwd
+    launch = import_module("xtrain.ops.rms_norm.kernel").norm_bwd
     grad_h = None if grad_h is None else grad_h.contiguous()
-    dense = h.contiguous(), weight.contiguous()
-    return launch(grad_h, grads, *dense, *options.of_kernels(), x_dtype, residual_dtype)
+    shared = shares_gradient(options.p, x_dtype, residual_dtype)
+    rest = options.random, options.eps, options.cast == "llama", None if shared else x_dtype
+    grad_x, *others = launch(
+        grad_h, grads, h.contiguous(), weight.contiguous(), *rest, residual_dtype
+    )
+    if shared:
+        grad_x = torch.empty(0, dtype=x_dtype, device=h.device)
+    return grad_x, *others
 
 
 FORWARD = core.define_op(
     "dropout_add_rms_norm(Tensor x, Tensor residual, Tensor weight, float p, Tensor seed, "
     "Tensor offset, float eps, str cast, ScalarType? y_dtype=None, bool opaque=False) "
     "-> (Tensor, Tensor)",
-    arguments=_forward_arguments,
+    records=(Options,),
     fake=_fake,
     decomposition=dropout_add_rms_norm_decomposition,
     cpu=_cpu,
@@ -301,7 +299,7 @@ BACKWARD = core.define_op(
     "dropout_add_rms_norm_backward(Tensor h, Tensor weight, Tensor? grad_h, Tensor[] grad_y, "
     "float p, Tensor seed, Tensor offset, float eps, str cast, ScalarType x_dtype, "
     "ScalarType residual_dtype, bool opaque=False) -> (Tensor, Tensor, Tensor)",
-    arguments=_backward_arguments,
+    records=(Options,),
     fake=_backward_fake,
     decomposition=dropout_add_rms_norm_backward_decomposition,
     cpu=_backward_eager,
@@ -368,10 +366,10 @@ def dropout_add_rms_norm(
 
 
 OP = core.Op(
-    public=dropout_add_rms_norm,
-    reference=dropout_add_rms_norm_reference,
-    forward=FORWARD,
-    backward=BACKWARD,
-    supports=supports,
-    prefers_kernel=prefers_kernel,
+    dropout_add_rms_norm,
+    dropout_add_rms_norm_reference,
+    FORWARD,
+    BACKWARD,
+    supports,
+    prefers_kernel,
 )
