@@ -148,24 +148,21 @@ def _adapted(
         args += tuple(kwargs.get(name, default) for name, default in arguments[len(args) :])
         return function(
             *(
-                args[places[0]] if record is None else record(*[args[i] for i in places])
-                for record, places in parts
+                args[fields[0][1]] if record is None else record(**{n: args[i] for n, i in fields})
+                for record, fields in parts
             )
         )
 
     return function if position is None and not records else adapted
 
 
-def _parts(names: list[str], records: Sequence[Any]) -> list[tuple[Any, list[int]]]:
-    """Return (None, [an argument's place]) or (record, [those of its fields]), in order."""
-    parts: dict[Any, list[int]] = {}
+def _parts(names: list[str], records: Sequence[Any]) -> list[tuple[Any, list[tuple[str, int]]]]:
+    """Return (record or None, its fields or an argument, each with its place), in order."""
+    parts: dict[Any, tuple[Any, list[tuple[str, int]]]] = {}
     for place, name in enumerate(names):
         record = next((record for record in records if name in record._fields), None)
-        if record is None:
-            parts[name] = [place]
-        else:
-            parts[record] = [names.index(field) for field in record._fields if field in names]
-    return [(None if isinstance(key, str) else key, places) for key, places in parts.items()]
+        parts.setdefault(record or name, (record, []))[1].append((name, place))
+    return list(parts.values())
 
 
 def _on_its_device(kernel: Callable[..., Any]) -> Callable[..., Any]:

@@ -41,6 +41,7 @@ class Options(NamedTuple):
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     softcap: float | None = None  # linear_cross_entropy's alone
+    reduction: str = "mean"
 
     def capped(self, x: Tensor) -> Tensor:
         """Return softcap * tanh(x / softcap), or x where there is no cap."""
@@ -99,7 +100,7 @@ def weights_in_loss(
 
 def token_losses(logits: Tensor, targets: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """Return (l [...], lse [...]) in c; l is 0 where the token does not count."""
-    _, label_smoothing, z_loss, _ = options
+    _, label_smoothing, z_loss, *_ = options
     x = logits.to(compute_dtype(logits.dtype))
     lse = torch.logsumexp(x, dim=-1)
     picked = x.gather(-1, options.classes(targets)).squeeze(-1)
@@ -111,26 +112,26 @@ def token_losses(logits: Tensor, targets: Tensor, options: Options) -> tuple[Ten
     return torch.where(options.counts(targets), losses, 0.0), lse
 
 
-def factor_of_losses(weights: Tensor, reduction: str) -> Tensor:
+def factor_of_losses(weights: Tensor, options: Options) -> Tensor:
     """Return what sum(w_i * l_i) is multiplied by: 1 / sum(w_i) for a mean, else 1; [] in c."""
-    if reduction != "mean":
+    if options.reduction != "mean":
         return torch.ones((), dtype=weights.dtype, device=weights.device)
     total = weights.sum()
     return torch.where(total == 0, 0.0, 1.0 / torch.where(total == 0, 1.0, total))
 
 
-def reduce_losses(losses: Tensor, weights: Tensor, factor: Tensor, reduction: str) -> Tensor:
+def reduce_losses(losses: Tensor, weights: Tensor, factor: Tensor, options: Options) -> Tensor:
     """Return the loss; the gradient of l_i is factor * w_i times that of the result."""
     # where, not a product alone: a weight of 0 must silence an infinite loss
     weighted = torch.where(weights == 0, 0.0, weights * losses)
-    return weighted if reduction == "none" else weighted.sum() * factor
+    return weighted if options.reduction == "none" else weighted.sum() * factor
 
 
 def grad_logits(
     logits: Tensor, targets: Tensor, grad_losses: Tensor, lse: Tensor, options: Options
 ) -> Tensor:
     """Return d loss / d logits in logits' dtype, given that of each l_i; exact zeros where 0."""
-    _, label_smoothing, z_loss, _ = options
+    _, label_smoothing, z_loss, *_ = options
     x = logits.to(lse.dtype)
     V = logits.shape[-1]
     probabilities = torch.exp(x - lse.unsqueeze(-1))
@@ -155,13 +156,12 @@ def cross_entropy_decomposition(
     targets: Tensor,
     token_weights: Tensor | None,
     options: Options,
-    reduction: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (loss, lse [...], factor []) in c."""
     weights = weights_in_loss(targets, token_weights, options, compute_dtype(logits.dtype))
     losses, lse = token_losses(logits, targets, options)
-    factor = factor_of_losses(weights, reduction)
-    return reduce_losses(losses, weights, factor, reduction), lse, factor
+    factor = factor_of_losses(weights, options)
+    return reduce_losses(losses, weights, factor, options), lse, factor
 
 
 def cross_entropy_backward_decomposition(
@@ -237,7 +237,7 @@ def token_losses_into(
     losses: Tensor, lse: Tensor, x: Tensor, targets: Tensor, options: Options
 ) -> None:
     """Write l and lse of rows [n, V] in c. log_softmax is one pass where logsumexp takes three."""
-    _, label_smoothing, z_loss, _ = options
+    _, label_smoothing, z_loss, *_ = options
     log_probabilities = torch.log_softmax(x, dim=-1, dtype=lse.dtype)
     # lse = x_ij - log p_ij for any j; at the largest the subtraction rounds least
     torch.sub(x.amax(-1), log_probabilities.amax(-1), out=lse)
@@ -260,7 +260,7 @@ def grad_logits_into(
     options: Options,
 ) -> None:
     """Write the gradient of rows [n, V], formed in c in the memory of one softmax."""
-    _, label_smoothing, z_loss, _ = options
+    _, label_smoothing, z_loss, *_ = options
     result = torch.softmax(x, dim=-1, dtype=lse.dtype)
     result *= (grad_losses * (1.0 + 2.0 * z_loss * lse)).unsqueeze(-1)
     if label_smoothing != 0.0:
@@ -295,7 +295,7 @@ def _row_function(logits: Tensor) -> Callable[..., None]:
 
 
 def _forward(
-    logits: Tensor, targets: Tensor, token_weights: Tensor | None, options: Options, reduction: str
+    logits: Tensor, targets: Tensor, token_weights: Tensor | None, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
     if logits.device.type == "cpu":
         check_range("cross_entropy", targets, options, logits.shape[-1])
@@ -305,8 +305,8 @@ def _forward(
     step = _row_function(logits)
     for x, *rows in row_blocks(logits, targets, weights, losses, lse):
         step(x, None, *rows, options)
-    factor = factor_of_losses(weights, reduction)
-    return reduce_losses(losses, weights, factor, reduction), lse, factor
+    factor = factor_of_losses(weights, options)
+    return reduce_losses(losses, weights, factor, options), lse, factor
 
 
 def _backward(
@@ -328,10 +328,10 @@ def _backward(
 
 
 def _fake(
-    logits: Tensor, targets: Tensor, token_weights: Tensor | None, options: Options, reduction: str
+    logits: Tensor, targets: Tensor, token_weights: Tensor | None, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
     c, device = compute_dtype(logits.dtype), logits.device
-    loss = torch.empty(targets.shape if reduction == "none" else (), dtype=c, device=device)
+    loss = torch.empty(targets.shape if options.reduction == "none" else (), dtype=c, device=device)
     lse = torch.empty(targets.shape, dtype=c, device=device)
     return loss, lse, torch.empty((), dtype=c, device=device)
 
@@ -389,8 +389,8 @@ def cross_entropy(
               a target outside [0, V), with its position.
     Source:   label smoothing: Szegedy et al. 2016; z-loss: PaLM, Chowdhery et al. 2022.
     """
-    options = Options(ignore_index, label_smoothing, z_loss)
-    check_inputs(logits, targets, token_weights, options, reduction)
+    options = Options(ignore_index, label_smoothing, z_loss, None, reduction)
+    check_inputs(logits, targets, token_weights, options)
     rest = (*options[:3], reduction)
     if logits.dim() > 1:
         return FORWARD(logits, targets, token_weights, *rest)[0]
@@ -404,7 +404,6 @@ def check_inputs(
     targets: Tensor,
     token_weights: Tensor | None,
     options: Options,
-    reduction: str,
 ) -> None:
     """Raise ValueError, with the values, for what `cross_entropy` cannot compute."""
     if logits.dim() < 1 or logits.shape[:-1] != targets.shape or logits.shape[-1] == 0:
@@ -414,7 +413,7 @@ def check_inputs(
         )
     if not logits.dtype.is_floating_point:
         raise ValueError(f"cross_entropy: logits must be floats, got {logits.dtype}")
-    check_options("cross_entropy", targets, token_weights, options, reduction)
+    check_options("cross_entropy", targets, token_weights, options)
 
 
 def check_options(
@@ -422,10 +421,9 @@ def check_options(
     targets: Tensor,
     token_weights: Tensor | None,
     options: Options,
-    reduction: str,
 ) -> None:
     """Raise ValueError, with the values, for options that the op called `name` cannot compute."""
-    _, label_smoothing, z_loss, softcap = options
+    _, label_smoothing, z_loss, softcap, reduction = options
     if targets.dtype.is_floating_point or targets.dtype == torch.bool:
         raise ValueError(f"{name}: targets must be integers, got {targets.dtype}")
     if not 0.0 <= label_smoothing <= 1.0:

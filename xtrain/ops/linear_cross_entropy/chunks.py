@@ -72,9 +72,9 @@ class Wanted(NamedTuple):
         """Whether the weight's is summed in c."""
         return self.weight_grad_accumulation == "fp32"
 
-    def in_forward(self, reduction: str) -> Wanted:
+    def in_forward(self, options: Options) -> Wanted:
         """Return what the forward makes: nothing where each token has an upstream number."""
-        return Wanted(False, False, "same") if reduction == "none" else self
+        return Wanted(False, False, "same") if options.reduction == "none" else self
 
 
 @dataclass
@@ -187,15 +187,14 @@ def forward_eager(
     targets: Tensor,
     token_weights: Tensor | None,
     options: Options,
-    reduction: str,
     wanted: Wanted,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return (loss, lse, factor, grad_hidden, grad_weight), the last two [0] where not wanted."""
-    wanted = wanted.in_forward(reduction)
+    wanted = wanted.in_forward(options)
     c = compute_dtype(hidden.dtype)
     held = held_dtype(hidden.dtype)
     weights = weights_in_loss(targets, token_weights, options, c)
-    factor = factor_of_losses(weights, reduction)
+    factor = factor_of_losses(weights, options)
     losses = torch.empty(targets.shape, dtype=c, device=targets.device)
     lse = torch.empty_like(losses)
     # held fp16 gradients are divided by the sum of the weights when they are handed out
@@ -204,7 +203,7 @@ def forward_eager(
     grads = new_gradients(hidden, weight, wanted)
     walk(hidden, weight, targets, scale, losses, lse, grads, options)
     grad_hidden, grad_weight = rounded(grads, hidden, held)
-    loss = reduce_losses(losses, weights, factor, reduction)
+    loss = reduce_losses(losses, weights, factor, options)
     return loss, lse, factor, grad_hidden, grad_weight
 
 

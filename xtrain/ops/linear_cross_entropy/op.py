@@ -78,21 +78,20 @@ def forward_decomposition(
     targets: Tensor,
     token_weights: Tensor | None,
     options: Options,
-    reduction: str,
     wanted: Wanted,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return (loss, lse, factor, grad_hidden, grad_weight) as the op does."""
     c, held = compute_dtype(hidden.dtype), held_dtype(hidden.dtype)
     weights = weights_in_loss(targets, token_weights, options, c)
-    factor = factor_of_losses(weights, reduction)
+    factor = factor_of_losses(weights, options)
     parts = [
         _token_losses(x, t, s, options) for _, x, t, s in _chunks(hidden, weight, targets, weights)
     ]
     losses, lse = (_joined(list(part)).view(targets.shape) for part in zip(*parts, strict=True))
     scale = weights * factor if held == hidden.dtype else weights
-    wanted = wanted.in_forward(reduction)
+    wanted = wanted.in_forward(options)
     grads = _gradients(hidden, weight, targets, scale, lse, options, wanted, held)
-    return reduce_losses(losses, weights, factor, reduction), lse, factor, *grads
+    return reduce_losses(losses, weights, factor, options), lse, factor, *grads
 
 
 def backward_decomposition(
@@ -212,13 +211,12 @@ def _fake(
     targets: Tensor,
     token_weights: Tensor | None,
     options: Options,
-    reduction: str,
     wanted: Wanted,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     c, held = compute_dtype(hidden.dtype), held_dtype(hidden.dtype)
-    wanted = wanted.in_forward(reduction)
+    wanted = wanted.in_forward(options)
     return (
-        hidden.new_empty(() if reduction != "none" else targets.shape, dtype=c),
+        hidden.new_empty(() if options.reduction != "none" else targets.shape, dtype=c),
         hidden.new_empty(targets.shape, dtype=c),
         hidden.new_empty((), dtype=c),
         hidden.new_empty(hidden.shape if wanted.needs_grad_hidden else (0,), dtype=held),
@@ -397,8 +395,8 @@ def linear_cross_entropy(
               Wijmans et al. 2024. Soft-cap: Gemma 2, 2024. Otherwise as `cross_entropy`.
     """
     hidden, weight = _as_linear_casts(hidden), _as_linear_casts(weight)
-    options = Options(ignore_index, label_smoothing, z_loss, softcap)
-    check_inputs(hidden, weight, targets, token_weights, options, reduction)
+    options = Options(ignore_index, label_smoothing, z_loss, softcap, reduction)
+    check_inputs(hidden, weight, targets, token_weights, options)
     if weight_grad_accumulation not in ACCUMULATIONS:
         raise ValueError(
             f"linear_cross_entropy: weight_grad_accumulation must be one of {ACCUMULATIONS}, got "
@@ -406,7 +404,7 @@ def linear_cross_entropy(
         )
     wants_grad = torch.is_grad_enabled() and reduction != "none"
     last = (
-        *(*options, reduction),
+        *options,
         *(wants_grad and hidden.requires_grad, wants_grad and weight.requires_grad),
         weight_grad_accumulation,
         core.opaque(prefers_kernel, hidden, weight, targets),
@@ -432,7 +430,6 @@ def check_inputs(
     targets: Tensor,
     token_weights: Tensor | None,
     options: Options,
-    reduction: str,
 ) -> None:
     """Raise ValueError, with the values, for what `linear_cross_entropy` cannot compute."""
     name = "linear_cross_entropy"
@@ -451,7 +448,7 @@ def check_inputs(
             f"{name}: hidden, weight and targets must be on one device, got {hidden.device}, "
             f"{weight.device} and {targets.device}"
         )
-    check_options(name, targets, token_weights, options, reduction)
+    check_options(name, targets, token_weights, options)
     if hidden.shape[:-1] != targets.shape or weight.shape[0] == 0:
         raise ValueError(
             f"{name}: hidden must be targets' shape and a last dimension D, weight at least one "
