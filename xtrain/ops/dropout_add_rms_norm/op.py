@@ -282,10 +282,11 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward(ctx: Any, grad_h: Tensor | None, grad_y: Tensor | None) -> tuple[Tensor | None, ...]:
     h, weight, seed, offset = ctx.saved_tensors
-    arguments = ctx.p, seed, offset, ctx.eps, ctx.cast, *ctx.dtypes, ctx.opaque
+    options = Options(ctx.p, seed, offset, ctx.eps, ctx.cast, None, *ctx.dtypes)
+    arguments = *options[:5], *ctx.dtypes, ctx.opaque
     grads_y = [] if grad_y is None else [grad_y]
     grad_x, grad_residual, grad_weight = BACKWARD(h, weight, grad_h, grads_y, *arguments)
-    if threshold_of(ctx.p) == 0 and ctx.dtypes[0] == ctx.dtypes[1]:  # shares_gradient
+    if options.shares_gradient:
         grad_x = grad_residual
     # A norm that nobody reads gives its weight no gradient: zeros would be, to an optimiser that
     # decays weights, another thing.
