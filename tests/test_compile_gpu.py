@@ -17,7 +17,7 @@ from probe_model import (
 import xtrain
 from xtrain import torch_compat
 from xtrain.model import Config, Transformer
-from xtrain.ops.launch import replay
+from xtrain.ops import launch as replay
 
 pytestmark = pytest.mark.gpu
 

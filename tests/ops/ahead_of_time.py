@@ -1,11 +1,8 @@
-"""Compile a Triton kernel for a GPU that is not there, and read what the binary needs.
+"""Compile the Triton kernels that a launcher launches, for a GPU that is not there, and read what
+the binaries need. Tensors are on "meta": any size costs nothing, and every address is aligned.
 
-usage = compile_kernel(
-    kernel,
-    {"x_ptr": "*bf16", "out_ptr": "*bf16", "n": "i64:16"},
-    {"BLOCK": 1024},
-    arch=90,
-)
+x = torch.empty(16384, 4096, dtype=torch.bfloat16, device="meta")
+(usage,) = compile_launches(lambda: dropout_fwd(x, 1000, 1.1, *seed_and_offset), arch=90)
 assert usage.spills == 0 and usage.registers <= 128 and usage.count("LDG", "128")
 """
 
@@ -15,29 +12,32 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
-import triton
+import torch
 from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
 ARCHITECTURES = (80, 90, 100, 120)
-ALIGNED = [["tt.divisibility", 16]]
 # "   /*00f0*/     @!P0 LDG.E.128 R4, desc[UR4][R2.64] ;": address, predicate, opcode
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What one kernel needs, as the binary says."""
+    """What one kernel needs, as the binary says, and how it was launched."""
 
     registers: int  # per thread
     spills: int  # stack and local bytes per thread
     shared_bytes: int  # per program
+    num_warps: int
+    grid: tuple[int, ...]
     instructions: Counter[str]  # by SASS opcode with its modifiers, e.g. "LDG.E.128"
     ptx: str = field(repr=False, default="")
 
@@ -46,53 +46,44 @@ class Resources:
         return sum(n for opcode, n in self.instructions.items() if {*parts} <= {*opcode.split(".")})
 
 
-def compile_kernel(
-    kernel: Any,
-    signature: Mapping[str, str],
-    constants: Mapping[str, object],
-    *,
-    arch: int,
-    num_warps: int = 4,
-    num_stages: int = 3,
-    **options: object,
-) -> Resources:
-    """Compile kernel as its launcher would specialise it for aligned tensors.
+class _Device:
+    """Stands for a GPU where Triton asks for the current one; Triton caches by its number."""
 
-    Args:     kernel: a @triton.jit function.
-              signature: argument -> type: "*bf16", "*fp32", "*i64", "i32", "i64", "fp32", ...; an
-              integer known to be a multiple of 16 is "i32:16"; pointers always count as aligned.
-              constants: the tl.constexpr arguments, and arguments that are None or 1: Triton makes
-              those constant when it launches.
-              arch: 90 for sm_90.
-              options: further options of a launch, e.g. maxnreg.
+    def __init__(self, arch: int):
+        self.arch = arch
+
+    def get_current_device(self) -> int:
+        return 1000 + self.arch
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.arch, 32)
+
+
+def compile_launches(call: Callable[[], Any], arch: int) -> list[Resources]:
+    """Return what each kernel needs that `call` launches, in order; none of them runs.
+
+    Args:     arch: 90 for sm_90.
     """
-    names = list(kernel.arg_names)
-    unknown = [name for name in (*signature, *constants) if name not in names]
-    missing = [name for name in names if name not in signature and name not in constants]
-    if unknown or missing:
-        raise ValueError(
-            f"compile_kernel: {kernel.__name__} has arguments {names}; unknown {unknown}, missing "
-            f"{missing}: name each in signature or constants"
-        )
-    types = {name: signature[name].removesuffix(":16") for name in signature}
-    types |= dict.fromkeys(constants, "constexpr")
-    aligned = [n for n, kind in signature.items() if kind.startswith("*") or kind.endswith(":16")]
-    attributes = {(names.index(name),): ALIGNED for name in aligned if name not in constants}
-    source = ASTSource(
-        kernel,
-        {name: types[name] for name in names},  # Triton reads the types by position
-        constexprs=dict(constants),
-        attrs=attributes,
-    )
-    compiled = triton.compile(
-        source,
-        target=GPUTarget("cuda", arch, 32),
-        options={"num_warps": num_warps, "num_stages": num_stages, **options},
-    )
-    return _resources(compiled)
+    found: list[Resources] = []
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: tuple[int, ...], warmup: bool, **options: Any):
+        compiled = run(self, *args, grid=grid, warmup=True, **options)
+        found.append(_resources(compiled, grid))
+
+    with (
+        patch.object(driver, "_active", _Device(arch)),
+        patch.object(JITFunction, "run", compile_only),
+        patch.object(torch.cuda, "get_device_capability", lambda *_: divmod(arch, 10)),
+    ):
+        call()
+    return found
 
 
-def _resources(compiled: Any) -> Resources:
+def _resources(compiled: Any, grid: tuple[int, ...]) -> Resources:
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(compiled.asm["cubin"])
@@ -108,6 +99,8 @@ def _resources(compiled: Any) -> Resources:
         registers=found["REG"],
         spills=found["STACK"] + found["LOCAL"],
         shared_bytes=int(compiled.metadata.shared),
+        num_warps=compiled.metadata.num_warps,
+        grid=grid,
         instructions=instructions,
         ptx=compiled.asm["ptx"],
     )
@@ -115,3 +108,18 @@ def _resources(compiled: Any) -> Resources:
 
 def _run(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """A tensor to launch on."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def far_rows(n_cols: int, dtype: torch.dtype) -> torch.Tensor:
+    """4096 rows at three distances, past 2^31 elements."""
+    shape, strides = (4, 32, 32, n_cols), (1 << 35, 1 << 34, 1 << 33, 1)
+    return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+
+
+def seed_and_offset() -> list[torch.Tensor]:
+    return [meta(dtype=torch.int64) for _ in range(2)]

@@ -54,3 +54,17 @@ def bf16_rounds_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
         return rounded.view(torch.int16).numpy().view(np.uint16)
 
     monkeypatch.setattr(interpreter, "_convert_float", rounding)
+
+
+@pytest.fixture(autouse=INTERPRETING)
+def loop_bounds_are_scalars(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton 3.6's interpreter makes ints of one-element arrays, which NumPy 2.4 refuses."""
+    import triton.runtime.interpreter as interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor, *rest):
+        patch(tensor, *rest)
+        tensor.__index__ = lambda self: int(self.handle.data.squeeze())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)

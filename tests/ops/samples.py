@@ -6,7 +6,7 @@ tensor in the layout and dtype under test. The tests check that no op lacks its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -168,12 +168,89 @@ SAMPLES: dict[str, Callable[[Make], Iterator[tuple[Any, ...]]]] = {
     "linear_cross_entropy": _linear_cross_entropy,
 }
 
+# --- sizes around those that kernels cut at, for runs under compute-sanitizer --------------------
+
+
+def _rows(make: Make) -> list[Tensor]:
+    """The last at three distances, [B, N, T, H], its last row at the end of its memory."""
+    heads = make(3, 7, 198)[..., 99:].unflatten(-1, (3, 33)).transpose(1, 2)
+    return [make(1, 1), make(1, 1025), make(133, 129), make(3, 4099), heads]
+
+
+def _two(make: Make) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(_rows(make), _rows(make), strict=True))
+
+
+def _halves(make: Make) -> list[tuple[Tensor, str]]:
+    return [(make(1, 2), "gate_up"), (make(1, 2050), "up_gate"), (make(3, 258), "gate_up")]
+
+
+def _awkward_sdpa(make: Make) -> Iterator[tuple[Any, ...]]:
+    for T, S, H in ((1, 1, 8), (65, 129, 40), (129, 129, 72)):
+        q, k, v = make(2, 4, T, H), make(2, 2, S, H), make(2, 2, S, H)
+        yield q, k, v, None, True, H**-0.5, None, 20.0
+        yield q, k, v, None, True, H**-0.5, 17, None
+    yield q, k, v, None, True, H**-0.5, None, None, (torch.arange(T) // 40).expand(2, T)
+
+
+_RANDOM = 0.25, _int64(-7046029254386353131), _int64(2**31 - 3)
+_MEAN = (-100, 0.1, 1e-3, None, "mean", True, True)
+_GELUS = ("none", "tanh")
+AWKWARD: dict[str, Callable[[Make], Iterable[tuple[Any, ...]]]] = {
+    "dropout": lambda make: [(x, *_RANDOM) for x in _rows(make)],
+    "rms_norm": lambda make: [
+        (x, make(x.shape[-1]), 1e-5, cast) for x in _rows(make) for cast in ("llama", "gemma")
+    ],
+    "dropout_add_rms_norm": lambda make: [
+        (x, residual, make(x.shape[-1]), *_RANDOM, 1e-5, "llama")
+        for x, residual in [*_two(make), (make(5, 129), make(5, 129).float())]
+    ],
+    "swiglu": _two,
+    "swiglu_packed": _halves,
+    "geglu": lambda make: [(*args, gelu) for args in _two(make) for gelu in _GELUS],
+    "geglu_packed": lambda make: [(*args, gelu) for args in _halves(make) for gelu in _GELUS],
+    "rope_qk": lambda make: [
+        args
+        for layout in ("half", "interleaved")
+        for args in (
+            (make(1, 1, 1, 2), make(1, 1, 1, 2), *_tables(1, 1), layout),
+            (make(2, 5, 33, 10), make(2, 1, 33, 10), *_tables(2, 33, 3), layout),
+        )
+    ],
+    "sdpa": _awkward_sdpa,
+    "cross_entropy": lambda make: [
+        (make(T, V), torch.randint(V, (T,)), None, -100, 0.1, 1e-3, "mean")
+        for T, V in ((1, 1), (5, 1025), (3, 4099))
+    ],
+    "linear_cross_entropy": lambda make: [
+        (make(T, D), make(V, D), torch.randint(V, (T,)), None, *_MEAN, accumulation)
+        for T, D, V in ((1, 1, 1), (5, 33, 1025), (131, 8, 129))
+        for accumulation in ("fp32", "same")
+    ],
+}
+
 # Positions of float arguments that are constants by contract: no gradient is promised.
 CONSTANTS: dict[str, tuple[int, ...]] = {
     "cross_entropy": (2,),
     "linear_cross_entropy": (3,),
     "rope": (1, 2),
     "rope_qk": (2, 3),
+}
+
+# What backward is to find again, past single numbers: positions of arguments, then of results.
+SAVED: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "dropout": ((), ()),
+    "dropout_add_rms_norm": ((2,), (0,)),
+    "rms_norm": ((0, 1), ()),
+    "rope": ((1, 2), ()),
+    "rope_qk": ((2, 3), ()),
+    "sdpa": ((0, 1, 2, 3), (0, 1)),
+    "swiglu": ((0, 1), ()),
+    "swiglu_packed": ((0,), ()),
+    "geglu": ((0, 1), ()),
+    "geglu_packed": ((0,), ()),
+    "cross_entropy": ((0, 1, 2), (1,)),
+    "linear_cross_entropy": ((2, 3), (1, 3, 4)),  # of a mean: the gradients, not the inputs
 }
 
 

@@ -24,7 +24,6 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 FINDING = 9
-SEED = -7046029254386353131
 
 
 def main(arguments: list[str]) -> int:
@@ -130,122 +129,13 @@ def run(name: str, args: tuple[Any, ...], device: str) -> None:
 def cases(name: str) -> Iterator[tuple[Any, ...]]:
     """Yield arguments: all that opcheck sees, and sizes around those that kernels cut at."""
     import torch
-    from samples import SAMPLES, maker
+    from samples import AWKWARD, SAMPLES, maker
 
     for layout in ("contiguous", "padded"):
         make = maker(layout, torch.bfloat16)
         yield from SAMPLES[name](make)
-        yield from AWKWARD.get(name, lambda make: iter(()))(make)
+        yield from AWKWARD.get(name, lambda make: [])(make)
 
-
-def _int64(value: int) -> Any:
-    import torch
-
-    return torch.tensor(value)
-
-
-def _tables(*shape: int) -> tuple[Any, Any]:
-    import torch
-
-    angles = torch.randn(shape)
-    return angles.cos(), angles.sin()
-
-
-def _heads(make: Any) -> Any:
-    """[B, N, T, H] at three distances, the last row at the end of its memory."""
-    return make(3, 7, 198)[..., 99:].unflatten(-1, (3, 33)).transpose(1, 2)
-
-
-def _dropout(make: Any) -> Iterator[tuple[Any, ...]]:
-    for shape in ((1, 1), (1, 1025), (3, 4099)):
-        yield make(*shape), 0.25, _int64(SEED), _int64(2**31 - 3)
-    yield _heads(make), 0.25, _int64(SEED), _int64(2**31 - 3)
-
-
-def _rms_norm(make: Any) -> Iterator[tuple[Any, ...]]:
-    for shape, cast in (((1, 1), "llama"), ((1, 1025), "gemma"), ((133, 129), "llama")):
-        yield make(*shape), make(shape[-1]), 1e-5, cast
-    yield _heads(make), make(33), 1e-5, "llama"
-
-
-def _dropout_add_rms_norm(make: Any) -> Iterator[tuple[Any, ...]]:
-    for shape, p in (((1, 1), 0.1), ((1, 1025), 0.5), ((133, 129), 0.1)):
-        args = make(*shape), make(*shape), make(shape[-1])
-        yield *args, p, _int64(SEED), _int64(7), 1e-5, "llama"
-    yield _heads(make), _heads(make), make(33), 0.1, _int64(SEED), _int64(7), 1e-5, "llama"
-    args = make(5, 129), make(5, 129).float(), make(129).float()
-    yield *args, 0.1, _int64(SEED), _int64(7), 1e-5, "llama"
-
-
-def _swiglu(make: Any) -> Iterator[tuple[Any, ...]]:
-    for shape in ((1, 1), (1, 1025), (3, 4099)):
-        yield make(*shape), make(*shape)
-
-
-def _swiglu_packed(make: Any) -> Iterator[tuple[Any, ...]]:
-    for shape, order in (((1, 2), "gate_up"), ((1, 2050), "up_gate"), ((3, 258), "gate_up")):
-        yield make(*shape), order
-
-
-def _geglu(make: Any) -> Iterator[tuple[Any, ...]]:
-    for approximate in ("none", "tanh"):
-        for args in _swiglu(make):
-            yield *args, approximate
-
-
-def _geglu_packed(make: Any) -> Iterator[tuple[Any, ...]]:
-    for approximate in ("none", "tanh"):
-        for args in _swiglu_packed(make):
-            yield *args, approximate
-
-
-def _rope_qk(make: Any) -> Iterator[tuple[Any, ...]]:
-    for layout in ("half", "interleaved"):
-        yield make(1, 1, 1, 2), make(1, 1, 1, 2), *_tables(1, 1), layout
-        yield make(2, 5, 33, 10), make(2, 1, 33, 10), *_tables(2, 33, 3), layout
-
-
-def _sdpa(make: Any) -> Iterator[tuple[Any, ...]]:
-    import torch
-
-    for T, S, H in ((1, 1, 8), (65, 129, 40), (129, 129, 72)):
-        q, k, v = make(2, 4, T, H), make(2, 2, S, H), make(2, 2, S, H)
-        yield q, k, v, None, True, H**-0.5, None, 20.0
-        yield q, k, v, None, True, H**-0.5, 17, None
-    documents = (torch.arange(T) // 40).expand(2, T)
-    yield q, k, v, None, True, H**-0.5, None, None, documents
-
-
-def _cross_entropy(make: Any) -> Iterator[tuple[Any, ...]]:
-    import torch
-
-    for T, V in ((1, 1), (5, 1025), (3, 4099)):
-        targets = torch.randint(V, (T,))
-        yield make(T, V), targets, None, -100, 0.1, 1e-3, "mean"
-
-
-def _linear_cross_entropy(make: Any) -> Iterator[tuple[Any, ...]]:
-    import torch
-
-    for T, D, V in ((1, 1, 1), (5, 33, 1025), (131, 8, 129)):
-        options = (None, -100, 0.1, 1e-3, None, "mean", True, True)
-        for accumulation in ("fp32", "same"):
-            yield make(T, D), make(V, D), torch.randint(V, (T,)), *options, accumulation
-
-
-AWKWARD = {
-    "dropout": _dropout,
-    "rms_norm": _rms_norm,
-    "dropout_add_rms_norm": _dropout_add_rms_norm,
-    "swiglu": _swiglu,
-    "swiglu_packed": _swiglu_packed,
-    "geglu": _geglu,
-    "geglu_packed": _geglu_packed,
-    "rope_qk": _rope_qk,
-    "sdpa": _sdpa,
-    "cross_entropy": _cross_entropy,
-    "linear_cross_entropy": _linear_cross_entropy,
-}
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

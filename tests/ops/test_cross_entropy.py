@@ -13,7 +13,7 @@ from loss_oracle import IGNORE, numpy_cross_entropy
 from tolerances import assert_close, assert_no_worse_than_plain
 from torch import Tensor
 
-from xtrain.ops import OPS, cross_entropy
+from xtrain.ops import cross_entropy
 from xtrain.ops.cross_entropy import op
 from xtrain.ops.cross_entropy.op import cross_entropy_reference
 
@@ -63,7 +63,9 @@ def test_backward(options, chunks, device):
         def shifted(function, x, options=options):
             return function(x[:, :-1], targets[:, 1:], **options)
 
-        assert torch.autograd.gradcheck(lambda x: shifted(cross_entropy, x), (whole,))
+        assert torch.autograd.gradcheck(
+            lambda x: shifted(cross_entropy, x), (whole,), fast_mode=True
+        )
         loss = shifted(cross_entropy, whole)
         dy = torch.randn_like(loss)
         (grad,) = torch.autograd.grad(loss, whole, dy)
@@ -85,20 +87,12 @@ def test_forward_equals_torch(reduction, label_smoothing):
     assert_close(ours, torchs.view(ours.shape))
 
 
-@pytest.mark.parametrize(
-    "mode,dtype",
-    [("eager", dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
-    + [("compiled", torch.bfloat16)],
-    ids=str,
-)
-def test_no_worse_than_torch(mode, dtype, device):
+def assert_no_worse_than_torch(function, logits: Tensor, targets: Tensor) -> None:
     """fp32 inside whatever the logits: the loss is fp32, gradients are rounded once."""
-    logits, targets = example((64,), 1000, dtype, device)
-    function = cross_entropy if mode == "eager" else torch.compile(cross_entropy, fullgraph=True)
     exact = logits.detach().double().requires_grad_()
     truth = cross_entropy_reference(exact, targets, label_smoothing=0.1)
     plain = F.cross_entropy(logits.float(), targets, label_smoothing=0.1)
-    loss = function(logits, targets, label_smoothing=0.1)
+    loss = function(logits)
     assert loss.dtype == torch.float32
     assert_no_worse_than_plain(loss, plain, truth)
     # per-token weights of the mean are about 1/48: compare gradients at the size of 1
@@ -107,16 +101,22 @@ def test_no_worse_than_torch(mode, dtype, device):
     assert_no_worse_than_plain(torch.autograd.grad(loss * 48, logits)[0], other, true)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_no_worse_than_torch(dtype, device):
+    logits, targets = example((64,), 1000, dtype, device)
+    assert_no_worse_than_torch(
+        lambda x: cross_entropy(x, targets, label_smoothing=0.1), logits, targets
+    )
+
+
 # --- tokens that do not count ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["eager", "compiled"])
-def test_all_ignored_is_zero_with_zero_gradients(mode, device):
+def test_all_ignored_is_zero_with_zero_gradients(device):
     """Row C24: no token counts, the loss is 0 and finite, and so is its gradient."""
-    function = cross_entropy if mode == "eager" else torch.compile(cross_entropy, fullgraph=True)
     logits, _ = example(dtype=torch.float32, device=device)
     targets = torch.full((3, 5), IGNORE, device=device)
-    loss = function(logits, targets, z_loss=0.1, label_smoothing=0.1)
+    loss = cross_entropy(logits, targets, z_loss=0.1, label_smoothing=0.1)
     (grad,) = torch.autograd.grad(loss, logits)
     assert loss.item() == 0.0 and (grad == 0).all()
 
@@ -174,46 +174,40 @@ def test_two_losses_on_the_same_logits():
     assert torch.equal(logits, before)
 
 
-def test_saves_the_logits_and_little_more():
-    saved: list[Tensor] = []
-    logits, targets = example((64,), 100)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        cross_entropy(logits, targets)
-    large = [t for t in saved if t.numel() > 64]
-    assert [t.data_ptr() for t in large] == [logits.data_ptr()]
-
-
 def test_fused_by_inductor(device):
     """Forward and backward are loops of inductor's own: no torch kernel, no copy of the logits."""
     from torch._inductor.utils import run_and_get_code
 
-    logits, targets = example((64,), 100, dtype=torch.float32, device=device)
-    compiled = torch.compile(lambda x: cross_entropy(x, targets), fullgraph=True)
-    _, codes = run_and_get_code(lambda: compiled(logits).backward())
+    logits, targets = example((64,), 1000, torch.bfloat16, device)
+    compiled = torch.compile(
+        lambda x: cross_entropy(x, targets, label_smoothing=0.1), fullgraph=True
+    )
+    _, codes = run_and_get_code(assert_no_worse_than_torch, compiled, logits, targets)
     assert len(codes) == 2  # forward and backward
     calls = re.compile(r"extern_kernels\.\w+\(|torch\.ops\.(xtrain|aten)\.\w+\.\w+\(")
     assert not any(calls.search(code) for code in codes)
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-def test_compiled_equals_eager(dynamic, device):
+def test_compiled_equals_eager(device):
+    """Of dynamic shapes; once with no token that counts."""
     weights = torch.rand(3, 5, device=device)
     variants = [{"label_smoothing": 0.1, "z_loss": 0.01, "token_weights": weights}]
-    if not dynamic:
-        variants.append({"reduction": "none"})
+    variants.append({"reduction": "none"})
     compiled = torch.compile(
         lambda x, t: [cross_entropy(x, t, **options) for options in variants],
         fullgraph=True,
-        dynamic=dynamic,
+        dynamic=True,
     )
     logits, targets = example(dtype=torch.float32, device=device)
-    outs = compiled(logits, targets)
-    wants = [cross_entropy(logits, targets, **options) for options in variants]
-    dys = [torch.rand_like(want) for want in wants]
-    for out, want in zip(outs, wants, strict=True):
-        assert_close(out, want)
-    (grad,) = torch.autograd.grad(outs, logits, dys)
-    assert_close(grad, torch.autograd.grad(wants, logits, dys)[0])
+    for given in (targets, torch.full_like(targets, IGNORE)):
+        outs = compiled(logits, given)
+        wants = [cross_entropy(logits, given, **options) for options in variants]
+        dys = [torch.rand_like(want) for want in wants]
+        for out, want in zip(outs, wants, strict=True):
+            assert_close(out, want)
+        (grad,) = torch.autograd.grad(outs, logits, dys)
+        assert_close(grad, torch.autograd.grad(wants, logits, dys)[0])
+    assert (grad == 0).all()
 
 
 @pytest.mark.parametrize("shape,V", [((), 7), ((1,), 1), ((0,), 5), ((2, 0), 3), ((1023,), 131)])
@@ -264,19 +258,3 @@ def test_errors():
     for args, options, message in cases:
         with pytest.raises(ValueError, match=message):
             cross_entropy(*args, **options)
-
-
-def test_opcheck_strided():
-    """Vocabulary not innermost, expanded gradients."""
-    logits = torch.randn(11, 3, 5).permute(1, 2, 0).requires_grad_()
-    _, targets = example()
-    torch.library.opcheck(
-        OPS["cross_entropy"].forward, (logits, targets, None, IGNORE, 0.1, 0.01, "none")
-    )
-    losses = cross_entropy(logits, targets, reduction="none")
-    (grad,) = torch.autograd.grad(losses, logits, torch.ones(1, 1).expand(3, 5))
-    dense = logits.detach().contiguous().requires_grad_()
-    (expected,) = torch.autograd.grad(
-        cross_entropy(dense, targets, reduction="none"), dense, torch.ones(3, 5)
-    )
-    assert_close(grad, expected)

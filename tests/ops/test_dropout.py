@@ -13,6 +13,7 @@ import pytest
 import torch
 from mask_oracle import keep_mask
 from mask_oracle import splitmix64 as numpy_splitmix64
+from test_contract import partitioned_graphs
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -148,8 +149,8 @@ def test_forward_every_half_value(dtype, device):
 @pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
 def test_backward_finite_differences(p, device):
     x = torch.randn(3, 7, dtype=torch.float64, device=device, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda t: dropout(t, p, 11, 5), (x,))
-    assert torch.autograd.gradgradcheck(lambda t: dropout(t, p, 11, 5), (x,))
+    assert torch.autograd.gradcheck(lambda t: dropout(t, p, 11, 5), (x,), fast_mode=True)
+    assert torch.autograd.gradgradcheck(lambda t: dropout(t, p, 11, 5), (x,), fast_mode=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -161,14 +162,6 @@ def test_backward_same_mask_and_bits_as_a_cached_mask(dtype, device):
     assert bits(dx) == bits(expected)
     (ones,) = torch.autograd.grad(dropout(x, 0.1, SEED, 3), x, torch.ones_like(x))
     assert (mask_of(ones) == keep_mask((100, 33), 0.1, SEED, 3)).all()
-
-
-def test_backward_saves_seed_and_offset_alone(device):
-    saved: list[Tensor] = []
-    x = torch.randn(1000, device=device, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        dropout(x, 0.1, 3)
-    assert [t.dim() for t in saved] == [0, 0]
 
 
 # --- strides ------------------------------------------------------------------------------------
@@ -190,9 +183,6 @@ def test_opcheck_strided(device):
         assert bits(out) == bits(dropout(view.contiguous(), 0.4, SEED, 1))
         (dx,) = torch.autograd.grad(out, x, dy)
         assert bits(dx) == bits(dropout(dy.contiguous(), 0.4, SEED, 1))
-        torch.library.opcheck(
-            OPS["dropout"].forward, (x, 0.4, scalar(1, device), scalar(2, device))
-        )
 
 
 # --- edges and statistics -----------------------------------------------------------------------
@@ -256,16 +246,10 @@ def test_mean_is_x_and_rate_is_p(device):
 
 
 @pytest.mark.parametrize("p", [-0.1, 1.1, math.nan, math.inf])
-@pytest.mark.parametrize("mode", ["eager", "graph breaks allowed", "fullgraph", "mask"])
-def test_errors_p(p, mode):
-    function = {
-        "eager": dropout,
-        "graph breaks allowed": torch.compile(dropout),
-        "fullgraph": torch.compile(dropout, fullgraph=True),
-        "mask": lambda x, p, seed: dropout_mask(x.shape, p, seed),
-    }[mode]
-    with pytest.raises(ValueError, match=r"p must be in \[0, 1\], got"):
-        function(torch.ones(4), p, scalar(1))
+def test_errors_p(p):
+    for function in (dropout, lambda x, p, seed: dropout_mask(x.shape, p, seed)):
+        with pytest.raises(ValueError, match=r"p must be in \[0, 1\], got"):
+            function(torch.ones(4), p, scalar(1))
 
 
 @pytest.mark.parametrize("bad", [True, 1.5, None, "7", torch.tensor(1.0), torch.tensor([1])])
@@ -361,17 +345,16 @@ def branch(x: Tensor, weight: Tensor, seed: Tensor, offset: Tensor) -> Tensor:
     return x + dropout(x @ weight, 0.1, seed, offset)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-def test_compiled_equals_eager(backend, dynamic, device):
+def test_compiled_equals_eager(dynamic, device):
     """Row C3. 11 and 100003 are no multiples of a vector's length: the tails are checked too."""
     shapes = [(7,), (11,), (3, 5, 7), (100003,), (1024, 1000)]
     xs = [torch.ones(shape, device=device) for shape in shapes]
     xs += [torch.ones(5, 33, device=device).t(), torch.ones(1, 9, device=device).expand(4, 9)]
-    xs += [torch.ones(3, 11, device=device, dtype=torch.bfloat16)]
+    # 1.9921875 / 0.9 is 2.21875 in bf16; a scale rounded to bf16 first would give 2.203125
+    xs += [torch.full((3, 11), 1.9921875, device=device, dtype=torch.bfloat16)]
     function = torch.compile(
         lambda *args: [dropout(x, p, *args[-2:]) for p in (0.1, 0.5) for x in args[:-2]],
-        backend=backend,
         dynamic=dynamic,
         fullgraph=True,
     )
@@ -383,6 +366,8 @@ def test_compiled_equals_eager(backend, dynamic, device):
             assert ((out != 0).cpu().numpy() == keep_mask(tuple(x.shape), p, SEED, OFFSET)).all()
             assert torch.equal(out, dropout(x, p, seed, offset))
             assert out.stride() == dropout(x, p, seed, offset).stride()
+            if p == 0.1 and x.dtype == torch.bfloat16:
+                assert set(out.flatten().tolist()) == {0.0, 2.21875}
 
 
 @pytest.mark.parametrize("form", [counter, counter_by_fours])
@@ -419,32 +404,6 @@ def test_fused_into_one_kernel(device):
     torch.testing.assert_close(out, branch(*args))
 
 
-def test_bf16_product_in_fp32():
-    """Row C34: 1.9921875 / 0.9 is 2.21875 in bf16; a scale rounded to bf16 first gives 2.203125."""
-    x = torch.full((64,), 1.9921875, dtype=torch.bfloat16)
-    for function in (dropout, torch.compile(dropout, fullgraph=True)):
-        assert set(function(x, 0.1, scalar(3)).tolist()) == {0.0, 2.21875}
-
-
-def partitioned_graphs(function, *args, budget: float = 1.0) -> list[torch.fx.GraphModule]:
-    """The forward and backward graphs as AOTAutograd hands them to a compiler."""
-    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-    from torch._dynamo.backends.common import aot_autograd
-
-    graphs: list[torch.fx.GraphModule] = []
-
-    def keep(graph_module, _):
-        graphs.append(graph_module)
-        return make_boxed_func(graph_module.forward)
-
-    backend = aot_autograd(
-        fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition
-    )
-    with torch._functorch.config.patch(activation_memory_budget=budget):
-        torch.compile(function, backend=backend, fullgraph=True)(*args).sum().backward()
-    return graphs
-
-
 @pytest.mark.parametrize("budget", [1.0, 0.5, 0.0])
 def test_single_nodes_and_nothing_saved(budget):
     """The partitioner sees one node each way, and saves nothing that the forward made."""
@@ -461,8 +420,9 @@ def test_single_nodes_and_nothing_saved(budget):
     assert all(n.target in views_of_inputs for n in made), made
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "checkpoint"])
-@pytest.mark.parametrize("budget", [None, 1.0, 0.5, 0.0], ids=lambda b: f"budget={b}")
+@pytest.mark.parametrize(
+    ("budget", "recompute"), [(None, False), (None, True), (1.0, True), (0.5, False), (0.0, False)]
+)
 def test_backward_mask_equals_forward_mask(budget, recompute):
     """Row C1: recomputed or not, at any memory budget (None: eager), one mask and one gradient."""
 
@@ -485,47 +445,28 @@ def test_backward_mask_equals_forward_mask(budget, recompute):
     assert torch.equal(x.grad != 0, expected)
 
 
-def test_new_seed_or_step_does_not_recompile():
+def test_a_new_seed_step_or_size_does_not_recompile():
     from torch._dynamo.testing import CompileCounterWithBackend
 
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(dropout, backend=counter, fullgraph=True)
-    x = torch.ones(100)
-    outs = [compiled(x, 0.5, scalar(seed), scalar(seed * 100)) for seed in range(5)]
-    assert counter.frame_count == 1
-    for seed, out in enumerate(outs):
-        assert ((out != 0).numpy() == keep_mask(100, 0.5, seed, seed * 100)).all()
-
-
-def test_changing_sizes_compile_once():
-    from torch._dynamo.testing import CompileCounterWithBackend
-
-    counter = CompileCounterWithBackend("inductor")
     compiled = torch.compile(
-        lambda x, seed, offset: dropout(x, 0.5, seed, offset),
+        lambda *args: dropout(args[0], 0.5, *args[1:]),
         backend=counter,
-        dynamic=True,
         fullgraph=True,
+        dynamic=True,
     )
-    for rows, cols in ((4, 11), (3, 8), (33, 5)):
-        out = compiled(torch.ones(rows, cols), scalar(SEED), scalar(7))
-        assert ((out != 0).numpy() == keep_mask((rows, cols), 0.5, SEED, 7)).all()
+    for seed, shape in enumerate(((4, 11), (3, 8), (33, 5))):
+        out = compiled(torch.ones(shape), scalar(seed), scalar(seed * 100))
+        assert ((out != 0).numpy() == keep_mask(shape, 0.5, seed, seed * 100)).all()
     assert counter.frame_count == 1
 
 
-def test_p_may_change_between_calls():
-    """p is a constant of the graph: Dynamo may try it as a symbol, a new value recompiles."""
+def test_p_and_int_seeds_may_change_between_calls():
+    """Constants of the graph: Dynamo may try them as symbols, a new value recompiles."""
     compiled = torch.compile(dropout, backend="aot_eager", fullgraph=True)
     x = torch.ones(100)
-    for p in (0.1, 0.2, 0.7, 0.0, 1.0):
-        assert torch.equal(compiled(x, p, scalar(SEED)), dropout(x, p, SEED))
-
-
-def test_int_seed_may_change_between_calls():
-    compiled = torch.compile(dropout, backend="aot_eager", fullgraph=True)
-    x = torch.ones(100)
-    for seed in (5, -6, 2**62):
-        assert ((compiled(x, 0.5, seed) != 0).numpy() == keep_mask(100, 0.5, seed)).all()
+    for p, seed in ((0.1, scalar(SEED)), (0.7, scalar(SEED)), (0.0, 5), (1.0, -6), (0.5, 2**62)):
+        assert torch.equal(compiled(x, p, seed), dropout(x, p, seed))
 
 
 # --- splitmix64 -----------------------------------------------------------------------------------

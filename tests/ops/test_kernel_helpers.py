@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import triton
 import triton.language as tl
-from ahead_of_time import ARCHITECTURES, compile_kernel
+from ahead_of_time import ARCHITECTURES, compile_launches, meta
 from interpreter import run_interpreted
 
 
@@ -18,32 +19,28 @@ def _sum_of_many_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
     tl.store(out_ptr + lane, x, mask=lane < n)
 
 
-SIGNATURE = {"x_ptr": "*fp32", "out_ptr": "*fp32", "n": "i32:16"}
+def compiled(arch: int, n: int = 4096, **options: int):
+    x = meta(4096, dtype=torch.float32)
+    launch = _sum_of_many_kernel[(1,)]
+    (usage,) = compile_launches(lambda: launch(x, x, n, BLOCK=4096, num_warps=1, **options), arch)
+    return usage
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_compile_kernel_reads_registers_spills_and_opcodes(arch):
-    free = compile_kernel(_sum_of_many_kernel, SIGNATURE, {"BLOCK": 4096}, arch=arch, num_warps=1)
-    tight = compile_kernel(
-        _sum_of_many_kernel, SIGNATURE, {"BLOCK": 4096}, arch=arch, num_warps=1, maxnreg=32
-    )
+def test_compile_launches_reads_registers_spills_and_opcodes(arch):
+    free, tight = compiled(arch), compiled(arch, maxnreg=32)
     assert free.registers > 128 and free.spills == 0, free
     assert tight.registers <= 32 and tight.spills > 4 * 64, tight
     # 4096 fp32 elements by 32 threads, 4 to an instruction
     assert free.count("LDG", "128") == free.count("STG", "128") == 32, free
     assert free.count("LDG") == 32 and free.instructions["EXIT"] >= 1, free
+    assert free.num_warps == 1 and free.grid == (1,)
 
 
-def test_compile_kernel_says_unaligned_sizes_apart():
-    signature = SIGNATURE | {"n": "i32"}
-    usage = compile_kernel(_sum_of_many_kernel, signature, {"BLOCK": 4096}, arch=90, num_warps=1)
+def test_compile_launches_specialises_as_a_launch_does():
+    """A size that is no multiple of 16 leaves no vector whole."""
+    usage = compiled(90, n=4095)
     assert usage.count("LDG", "128") == 0 and usage.count("LDG") == 128, usage
-
-
-def test_compile_kernel_names_missing_and_unknown_arguments():
-    with pytest.raises(ValueError, match=r"unknown \['y_ptr'\], missing \['x_ptr', 'n'\]"):
-        signature = {"y_ptr": "*fp32", "out_ptr": "*fp32"}
-        compile_kernel(_sum_of_many_kernel, signature, {"BLOCK": 64}, arch=90)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from test_dropout import partitioned_graphs
 from tolerances import assert_no_worse_than_plain
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -124,7 +123,9 @@ def test_forward_out_dtype(cast, device):
 def test_backward_finite_differences(cast, shape, device):
     x = torch.randn(shape, dtype=torch.float64, device=device, requires_grad=True)
     weight = torch.randn(shape[-1], dtype=torch.float64, device=device, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda a, w: rms_norm(a, w, 1e-3, cast=cast), (x, weight))
+    assert torch.autograd.gradcheck(
+        lambda a, w: rms_norm(a, w, 1e-3, cast=cast), (x, weight), fast_mode=True
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -155,19 +156,10 @@ def test_backward_weight_gradient_is_of_the_norm_as_it_was_rounded(device):
     assert torch.equal(weight.grad, y[0].detach())
 
 
-def test_backward_saves_x_and_weight_alone(device):
-    saved: list[Tensor] = []
-    x, weight, _ = draw((6, 32), torch.bfloat16, device)
-    x.requires_grad_(), weight.requires_grad_()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        rms_norm(x, weight)
-    assert {t.data_ptr() for t in saved} == {x.data_ptr(), weight.data_ptr()}
-
-
 # --- strides ------------------------------------------------------------------------------------
 
 
-def test_opcheck_strided(device):
+def test_strided(device):
     """Results are dense and lie in the order of x: of [B, T, N, H] where x is its [B, N, T, H]."""
     base, heads = torch.randn(6, 4, 10, device=device), torch.randn(2, 5, 3 * 40, device=device)
     packed = heads[..., 40:80].unflatten(-1, (5, 8))
@@ -192,43 +184,31 @@ def test_opcheck_strided(device):
             assert torch.equal(a, b) and a.stride() == strides
         torch.testing.assert_close(strided[2], grad_weight)  # summed in the order of memory
         assert strided[2].is_contiguous()
-        x, weight = view.detach().requires_grad_(), weight.requires_grad_()
-        torch.library.opcheck(OPS["rms_norm"].forward, (x, weight, EPS, "gemma"))
 
 
 # --- compiled -----------------------------------------------------------------------------------
 
 
 def test_compiled_equals_eager(device):
-    """Both cast orders in one graph, each on leaves of its own."""
+    """Both cast orders in one graph, each in a dtype of its own."""
 
     def both(x, weight, x2, weight2):
         return rms_norm(x, weight, EPS, cast="llama"), rms_norm(x2, weight2, EPS, cast="gemma")
 
     compiled = torch.compile(both, fullgraph=True, dynamic=True)
-    for dtype in (torch.float32, torch.bfloat16):
-        for rows in (7, 12):
-            x, weight, dy = draw((rows, 257), dtype, device)
-            leaves = [t.detach().requires_grad_() for t in (x, weight, x, weight)]
-            outs = compiled(*leaves)
-            grads = torch.autograd.grad(outs, leaves, (dy, dy))
-            for cast, out, found in zip(CASTS, outs, (grads[:2], grads[2:]), strict=True):
-                assert_accurate([out, *found], x, weight, dy, cast)
-                eager = with_grads(rms_norm, x, weight, dy, cast)
-                for result, other in zip((out, *found), eager, strict=True):
-                    assert result.dtype == other.dtype and result.stride() == other.stride()
-
-
-def test_compiled_opaque_equals_eager(device):
-    """opaque=True keeps the op's own kernel, forward and backward."""
-
-    def function(x, weight, eps, cast):
-        return OPS["rms_norm"].forward(x, weight, eps, cast, None, True)
-
-    inputs = draw((7, 257), torch.bfloat16, device)
-    results = with_grads(torch.compile(function, fullgraph=True), *inputs, "llama")
-    for result, eager in zip(results, with_grads(function, *inputs, "llama"), strict=True):
-        assert torch.equal(result, eager)
+    for rows in (7, 12):
+        drawn = [draw((rows, 257), dtype, device) for dtype in (torch.bfloat16, torch.float32)]
+        leaves = [t.detach().requires_grad_() for x, weight, _ in drawn for t in (x, weight)]
+        outs = compiled(*leaves)
+        grads = torch.autograd.grad(outs, leaves, [dy for *_, dy in drawn])
+        for given, cast, out, *found in zip(
+            drawn, CASTS, outs, grads[::2], grads[1::2], strict=True
+        ):
+            assert_accurate([out, *found], *given, cast)
+            for result, other in zip(
+                (out, *found), with_grads(rms_norm, *given, cast), strict=True
+            ):
+                assert result.dtype == other.dtype and result.stride() == other.stride()
 
 
 def test_kernel_is_preferred_for_the_rows_of_models_on_a_gpu():
@@ -243,17 +223,6 @@ def test_kernel_is_preferred_for_the_rows_of_models_on_a_gpu():
             x, weight = torch.empty(4, n_cols, device="cuda"), torch.empty(n_cols, device="cuda")
             assert prefers(x, weight) is preferred
             assert not prefers(x.double(), weight) and not prefers(x.cpu(), weight.cpu())
-
-
-def test_single_nodes_and_inputs_saved():
-    x = torch.randn(8, 32, requires_grad=True)
-    weight = torch.randn(32, requires_grad=True)
-    forward, backward = partitioned_graphs(lambda x, w: rms_norm(x * 2, w) * 3, x, weight)
-    assert [n.target for n in forward.graph.nodes].count(OPS["rms_norm"].forward) == 1
-    assert [n.target for n in backward.graph.nodes].count(OPS["rms_norm"].backward) == 1
-    inputs = [n.meta["val"].shape for n in backward.graph.nodes if n.op == "placeholder"]
-    # x, weight and the gradient: no row statistics.
-    assert sorted(inputs) == [(8, 32), (8, 32), (32,)]
 
 
 # --- edges --------------------------------------------------------------------------------------
@@ -299,13 +268,7 @@ def test_edge_rows_of_zeros(device):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_errors(change, match, compiled):
+def test_errors(change, match):
     arguments = dict(x=torch.ones(2, 4), weight=torch.ones(4), eps=1e-6, cast="llama") | change
-
-    def call(x, weight):
-        return rms_norm(x, weight, arguments["eps"], cast=arguments["cast"])
-
-    function = torch.compile(call, fullgraph=True, backend="eager") if compiled else call
     with pytest.raises(ValueError, match=f"rms_norm: .*{match}"):
-        function(arguments["x"], arguments["weight"])
+        rms_norm(**arguments)

@@ -133,12 +133,6 @@ def test_documents_are_rows_of_their_own():
         assert_close(packed[:, :, part], alone)
 
 
-def test_opcheck_documents():
-    ids = torch.tensor([[0, 0, 1, 1, 1, 2]] * 2)
-    inputs = qkv(dtype=torch.float32)
-    torch.library.opcheck(OPS["sdpa"].forward, (*inputs, None, True, 0.3, None, None, ids))
-
-
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_backward(shape, options, device):
@@ -162,9 +156,11 @@ def test_backward_finite_differences(options):
     q, k, v = qkv(N=4, M=2, T=3, S=4, H=2, B=1)
     sees = torch.rand(1, 1, 3, 4) > 0.4
     bias = torch.randn(4, 3, 1, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda *t: sdpa(*t, mask=sees, **options), (q, k, v))
     assert torch.autograd.gradcheck(
-        lambda *t: sdpa(*t[:3], mask=t[3], **options), (q, k, v, bias)
+        lambda *t: sdpa(*t, mask=sees, **options), (q, k, v), fast_mode=True
+    )
+    assert torch.autograd.gradcheck(
+        lambda *t: sdpa(*t[:3], mask=t[3], **options), (q, k, v, bias), fast_mode=True
     ), "the float mask's own gradient"
 
 
@@ -288,15 +284,6 @@ def test_notice_when_grouped_heads_fall_to_the_explicit_form(caplog):
     assert "torch.float32, grouped heads" in record.getMessage()
 
 
-def test_scores_are_not_saved():
-    saved: list[Tensor] = []
-    q, k, v = qkv(T=40, S=50)
-    for options in OPTIONS.values():
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-            sdpa(q, k, v, **options)
-    assert saved and max(t.numel() for t in saved) == q.numel() < 2 * 4 * 40 * 50
-
-
 def test_result_lies_as_q_does():
     q = torch.randn(2, 6, 4, 8).transpose(1, 2)
     k = torch.randn(2, 2, 6, 8)
@@ -349,7 +336,6 @@ def test_parts_of_a_row_are_taken_in_place(packing, N, M, device):
     dy = torch.randn_like(out)
     (grad,), (true,) = (torch.autograd.grad(y, row, dy) for y in (out, reference))
     torch.testing.assert_close(grad, true, rtol=1e-5, atol=1e-5)
-    torch.library.opcheck(OPS["sdpa"].forward, (q, k, v, None, True, 0.3, None, None))
 
 
 @pytest.mark.parametrize("packing,N,M", PACKINGS)
@@ -411,7 +397,7 @@ def test_value_head_dim_of_its_own():
     q, k, _ = qkv(H=6)
     v = torch.randn(2, 2, 6, 3, dtype=torch.float64, requires_grad=True)
     assert_close(sdpa(q, k, v, causal=True), sdpa_reference(q, k, v, causal=True))
-    assert torch.autograd.gradcheck(lambda *t: sdpa(*t, causal=True), (q, k, v))
+    assert torch.autograd.gradcheck(lambda *t: sdpa(*t, causal=True), (q, k, v), fast_mode=True)
 
 
 def test_errors():

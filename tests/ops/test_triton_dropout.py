@@ -8,41 +8,33 @@ import numpy as np
 import pytest
 import torch
 import triton
-from ahead_of_time import ARCHITECTURES, compile_kernel
+from ahead_of_time import ARCHITECTURES, compile_launches, far_rows, meta, seed_and_offset
 from interpreter import INTERPRETING, bf16_rounds_to_nearest, run_interpreted  # noqa: F401
 from mask_oracle import keep_mask
 
 from xtrain.ops.dropout.kernel import (
     _dropout_fwd_kernel,
-    _dropout_rows_fwd_kernel,
     dropout_block_sizes,
-    dropout_bwd,
     dropout_fwd,
 )
 from xtrain.ops.dropout.op import dropout_mask, dropout_reference, scale_of, threshold_of
 from xtrain.ops.shared.layout import in_rows
 from xtrain.ops.shared.rows import forward_block_sizes
 
-ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
-
 
 def test_under_the_interpreter():
     run_interpreted(__file__)
 
 
-@pytest.mark.parametrize("dtype", ITEMSIZE)
-@pytest.mark.parametrize("arch", ARCHITECTURES, ids=lambda sm: f"sm_{sm}")
+@pytest.mark.parametrize(
+    ("arch", "dtype"),
+    [*((arch, torch.bfloat16) for arch in ARCHITECTURES), (90, torch.float32), (90, torch.float16)],
+    ids=str,
+)
 def test_compiles_without_spills(arch, dtype):
-    block, num_blocks, num_warps = dropout_block_sizes(1 << 28, ITEMSIZE[dtype])
-    vec = 16 // ITEMSIZE[dtype]
-    usage = compile_kernel(
-        _dropout_fwd_kernel,
-        {"x_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", "seed_ptr": "*i64", "offset_ptr": "*i64"}
-        | {"n_elements": "i64:16", "last_dropped": "i32", "scale": "fp32"},
-        {"BLOCK": block, "NUM_BLOCKS": num_blocks, "VEC": vec, "EVEN": True},
-        arch=arch,
-        num_warps=num_warps,
-    )
+    block, num_blocks, _ = dropout_block_sizes(1 << 28, dtype.itemsize)
+    vec, x = 16 // dtype.itemsize, meta(1 << 28, dtype=dtype)
+    (usage,) = compile_launches(lambda: dropout_fwd(x, 1000, 1.1, *seed_and_offset()), arch)
     assert usage.spills == 0
     # 80 registers let six programs of 128 threads share an SM of 65536
     assert 0 < usage.registers <= 80, usage
@@ -59,29 +51,20 @@ def test_rows_at_three_distances(arch):
     """No spills, wide accesses, and hardly more instructions than a contiguous tensor takes."""
     for n_cols in (768, 4096) if arch == 90 else (768,):
         tile = forward_block_sizes(n_cols, (torch.bfloat16,))
-        num_warps = tile.pop("num_warps")
-        pointers = dict(x_ptr="*bf16", out_ptr="*bf16", seed_ptr="*i64", offset_ptr="*i64")
-        strides = (f"x_{which}_stride" for which in ("outer", "middle", "inner"))
-        distances = dict.fromkeys(strides, "i64:16") | dict(n_middle="i32", n_inner="i32")
-        usage = compile_kernel(
-            _dropout_rows_fwd_kernel,
-            pointers | distances | dict(n_rows="i32:16", last_dropped="i32", scale="fp32"),
-            dict(N_COLS=n_cols, EVEN=True, **tile),
-            arch=arch,
-            num_warps=num_warps,
-        )
+        x = far_rows(n_cols, torch.bfloat16)
+        (usage,) = compile_launches(lambda: dropout_fwd(x, 1000, 1.1, *seed_and_offset()), arch)  # noqa: B023
         assert usage.spills == 0 and usage.registers <= 128, usage
-        elements = tile["BLOCK_ROWS"] * n_cols // (32 * num_warps)  # of a thread
+        elements = tile["BLOCK_ROWS"] * n_cols // (32 * usage.num_warps)  # of a thread
         accesses = elements // tile["VEC"]
         assert usage.count("LDG", "128") == usage.count("STG", "128") == accesses, usage
         assert usage.instructions.total() / elements <= 36, usage
 
 
 def test_block_sizes():
-    for dtype, itemsize in ITEMSIZE.items():
+    for itemsize in (2, 4):
         for n in (1, 1 << 20, 1 << 32):
             block, num_blocks, num_warps = dropout_block_sizes(n, itemsize)
-            assert block & (block - 1) == 0, dtype
+            assert block & (block - 1) == 0
             assert block * itemsize == num_warps * 32 * 16
             assert n < 1 << 20 or num_blocks > 1
 
@@ -120,15 +103,13 @@ def interpreted_outputs_equal_reference(dtype):
         for p in (0.1, 0.5, 1.0):
             expected = dropout_reference(x, p, SEED, 5)
             assert torch.equal(launch(dropout_fwd, x, p, SEED, 5), expected)
-            assert torch.equal(launch(dropout_bwd, x, p, SEED, 5), expected)
 
 
-@pytest.mark.parametrize("shape", [(7,), (3, 5, 7), (10007,), (128, 1000)], ids=str)
+@pytest.mark.parametrize("shape", [(7,), (3, 5, 7), (4099,)], ids=str)
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def interpreted_mask_equals_oracle(shape, p):
-    """Row C3. The last shape takes several blocks per program."""
-    # the interpreter takes milliseconds per program: one offset for the large shape
-    for offset in (2**31 - 3,) if len(shape) == 2 else (0, 2**31 - 3, 2**32 + 1, -9):
+    """Row C3."""
+    for offset in (0, 2**31 - 3, 2**32 + 1, -9):
         mask = launch(dropout_fwd, torch.ones(shape), p, SEED, offset) != 0
         assert (mask.numpy() == keep_mask(shape, p, SEED, offset)).all()
 
@@ -175,14 +156,14 @@ def interpreted_rows_in_place_have_the_mask_of_their_values(dtype):
             assert out.is_contiguous()
             assert torch.equal(out, launch(dropout_fwd, x.contiguous(), 0.3, SEED, offset))
         ones = x.clone().fill_(1.0)  # in x's layout, where it is dense
-        mask = launch(dropout_bwd, ones, 0.3, SEED, offset) != 0
+        mask = launch(dropout_fwd, ones, 0.3, SEED, offset) != 0
         assert torch.equal(mask, dropout_mask(x.shape, 0.3, SEED, offset))
         assert (mask.numpy() == keep_mask(x.shape, 0.3, SEED, offset)).all()
 
 
 def interpreted_what_a_gpu_runs_takes_any_layout():
     """In place or copied first: a row too long, elements apart, no dim at all."""
-    run = import_module("xtrain.ops.dropout.op")._cuda("dropout_fwd")
+    run = import_module("xtrain.ops.dropout.op")._cuda
     odd = [torch.randn(2, 8200)[:, :8193], torch.randn(5, 64).t(), torch.tensor(3.0)]
     for x in views(torch.float32) + odd:
         out = run(x, 0.3, torch.tensor(SEED), torch.tensor(5))

@@ -3,80 +3,66 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 import triton
-import triton.language as tl
-from ahead_of_time import ARCHITECTURES, compile_kernel
+from ahead_of_time import ARCHITECTURES, Resources, compile_launches, meta
 from interpreter import INTERPRETING, bf16_rounds_to_nearest, run_interpreted  # noqa: F401
 from loss_oracle import IGNORE, head_and_targets, plain_linear_cross_entropy
 from tolerances import assert_close, assert_no_worse_than_plain
 from torch import Tensor
 
 from xtrain.ops import cross_entropy, linear_cross_entropy
+from xtrain.ops.core import FLOATS
 from xtrain.ops.cross_entropy import kernel as kernels
-from xtrain.ops.cross_entropy.kernel import (
-    _cross_entropy_rows_kernel,
-    cross_entropy_block_sizes,
-    cross_entropy_rows,
-)
-from xtrain.ops.cross_entropy.op import Options
+from xtrain.ops.cross_entropy.kernel import cross_entropy_block_sizes, cross_entropy_rows
+from xtrain.ops.cross_entropy.op import Options, rows_by_kernel
 from xtrain.ops.linear_cross_entropy import chunks
-from xtrain.ops.linear_cross_entropy.kernel import _scale_kernel, scale, scale_block_sizes
+from xtrain.ops.linear_cross_entropy.kernel import scale
 
-ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
-PLAIN = {"LABEL_SMOOTHING": 0.0, "Z_LOSS": 0.0, "SOFTCAP": None}
-ALL = {"LABEL_SMOOTHING": 0.1, "Z_LOSS": 1e-4, "SOFTCAP": 30.0}
+PLAIN = Options(IGNORE)
+ALL = Options(IGNORE, label_smoothing=0.1, z_loss=1e-4, softcap=30.0)
 
 
 def test_under_the_interpreter():
     run_interpreted(__file__)
 
 
-def compile_rows(arch: int, dtype: str, V: int, options: dict, *, divisible: bool, has_lse: bool):
-    tile_rows, vector, num_warps = cross_entropy_block_sizes(V, ITEMSIZE[dtype])
-    c = "fp64" if dtype == "fp64" else "fp32"
-    pointers = {"logits_ptr": dtype, "grad_ptr": dtype, "targets_ptr": "i64", "scale_ptr": c}
-    pointers |= {"losses_ptr": c, "lse_ptr": c}
-    sizes = ("logits_row_stride", "grad_row_stride", "n_cols", "n_readable_cols")
-    signature = {name: f"*{kind}" for name, kind in pointers.items()} | {"ignore_index": "i32"}
-    signature |= dict.fromkeys(sizes, "i32:16")
-    if not divisible:
-        signature["n_cols"] = "i32"
-    constants = {
-        **options,
-        "HAS_LSE": has_lse,
-        "WRITE_GRAD": True,
-        "COMPUTE_DTYPE": tl.float64 if c == "fp64" else tl.float32,
-        "TILE_ROWS": tile_rows,
-        "VECTOR": vector,
-    }
-    return compile_kernel(
-        _cross_entropy_rows_kernel, signature, constants, arch=arch, num_warps=num_warps
+def compile_rows(arch: int, dtype: torch.dtype, V: int, options: Options) -> Resources:
+    """As linear_cross_entropy launches them: in padded rows, in place."""
+    c = torch.float64 if dtype == torch.float64 else torch.float32
+    logits = meta(512, triton.cdiv(V, 64) * 64, dtype=dtype)[:, :V]
+    targets, scale = meta(512, dtype=torch.int64), meta(512, dtype=c)
+    rest = targets, scale, scale, scale, options
+    (usage,) = compile_launches(
+        lambda: cross_entropy_rows(logits, logits, *rest, padded=True), arch
     )
+    return usage
 
 
 @pytest.mark.parametrize(
     "arch,dtype",
-    [(arch, dtype) for arch in ARCHITECTURES for dtype in ("bf16", "fp64")]
-    + [(90, "fp32"), (90, "fp16")],
+    [(arch, torch.bfloat16) for arch in ARCHITECTURES]
+    + [(90, torch.float64), (90, torch.float32), (90, torch.float16)],
+    ids=str,
 )
 def test_rows_compile_without_spills(arch, dtype):
     """With all options, at the widest program: 512 threads get 128 registers each, alone on an SM.
 
     Without options two programs run on one at rows up to 128 KiB.
     """
-    usage = compile_rows(arch, dtype, 128256, ALL, divisible=True, has_lse=False)
+    usage = compile_rows(arch, dtype, 128256, ALL)
     assert usage.spills == 0 and usage.registers <= 128, usage
-    usage = compile_rows(arch, dtype, 50304, PLAIN, divisible=True, has_lse=False)
+    usage = compile_rows(arch, dtype, 50304, PLAIN)
     assert usage.spills == 0 and usage.registers <= 64, usage
 
 
 def test_rows_move_vectors_of_16_bytes():
     """Also where V is odd: the buffer's rows are padded. Seven instructions a logit and walk."""
-    for divisible in (True, False):
-        usage = compile_rows(90, "bf16", 50257, PLAIN, divisible=divisible, has_lse=False)
+    for V in (50304, 50257):
+        usage = compile_rows(90, torch.bfloat16, V, PLAIN)
         wide = usage.count("LDG", "128"), usage.count("STG", "128")
         assert min(wide) >= 4, usage  # two walks, each with a last tile apart
         assert usage.count("LDG") - wide[0] <= 3  # target, scale, the target's logit
@@ -84,28 +70,16 @@ def test_rows_move_vectors_of_16_bytes():
         assert usage.count("MUFU", "EX2") <= 4 * wide[0] * 8
 
 
-@pytest.mark.parametrize("dtype", ITEMSIZE)
+@pytest.mark.parametrize("dtype", [torch.float64, *FLOATS], ids=str)
 def test_scale_compiles_without_spills(dtype):
-    block, _, num_warps = scale_block_sizes(1 << 24, ITEMSIZE[dtype])
-    c = "fp64" if dtype == "fp64" else "fp32"
-    signature = {"x_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", "factor_ptr": f"*{c}"}
-    usage = compile_kernel(
-        _scale_kernel,
-        signature | {"n_elements": "i64:16"},
-        {
-            "IN_PLACE": True,
-            "COMPUTE_DTYPE": tl.float64 if c == "fp64" else tl.float32,
-            "BLOCK": block,
-        },
-        arch=90,
-        num_warps=num_warps,
-    )
+    x, factor = meta(1 << 24, dtype=dtype), meta(dtype=torch.promote_types(dtype, torch.float32))
+    (usage,) = compile_launches(lambda: scale(x, factor, x), 90)
     assert usage.spills == 0 and usage.registers <= 64, usage
     assert usage.count("LDG", "128") == usage.count("STG", "128") == 2, usage
 
 
 def test_block_sizes():
-    for itemsize in ITEMSIZE.values():
+    for itemsize in (2, 4, 8):
         for V in (1, 3, 1000, 50257, 128256, 1 << 20):
             tile_rows, vector, num_warps = cross_entropy_block_sizes(V, itemsize)
             assert vector * itemsize == 16 and tile_rows in [32 * num_warps * n for n in (1, 2, 4)]
@@ -423,7 +397,7 @@ def interpreted_rows(dtype, V, options):
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def interpreted_the_whole_op(reduction, monkeypatch):
     """Chunk after chunk in one buffer, padded rows, odd V: loss and both gradients."""
-    monkeypatch.setattr(chunks, "row_function", lambda hidden: chunks.rows_by_kernel)
+    monkeypatch.setattr(chunks, "row_function", lambda hidden: partial(rows_by_kernel, padded=True))
     monkeypatch.setattr(chunks, "chunk_rows", lambda *args, **kwargs: 4)
     hidden, weight, targets = head_and_targets((2, 5), 6, 101)
     options = {"reduction": reduction, "label_smoothing": 0.1, "z_loss": 0.01, "softcap": 4.0}

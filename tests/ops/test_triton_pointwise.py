@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-import triton
-import triton.language as tl
-from ahead_of_time import ARCHITECTURES, Resources, compile_kernel
+from ahead_of_time import ARCHITECTURES, Resources, compile_launches, meta
 from interpreter import INTERPRETING, bf16_rounds_to_nearest, run_interpreted  # noqa: F401
 from test_rope import angles, plain, tables, token_major, truth
 from tolerances import assert_no_worse_than_plain
@@ -16,11 +14,11 @@ from torch import Tensor
 
 from xtrain.ops import OPS, rope_qk
 from xtrain.ops.rope import kernel as rope_kernels
-from xtrain.ops.rope.kernel import _rope_fwd_kernel, rope_block_sizes
+from xtrain.ops.rope.kernel import rope_rows
 from xtrain.ops.rope.op import _Turn
 
-ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
-BUILDS = [(arch, "bf16") for arch in ARCHITECTURES] + [(90, d) for d in ("fp16", "fp32", "fp64")]
+BUILDS = [(arch, torch.bfloat16) for arch in ARCHITECTURES]
+BUILDS += [(90, dtype) for dtype in (torch.float16, torch.float32, torch.float64)]
 
 
 def test_under_the_interpreter():
@@ -30,47 +28,20 @@ def test_under_the_interpreter():
 # --- ahead of time ------------------------------------------------------------------------------
 
 
-def compute_dtype(dtype: str) -> tl.dtype:
-    return tl.float64 if dtype == "fp64" else tl.float32
-
-
 def compile_rope(
-    dtype: str,
-    arch: int,
-    heads: int,
-    head_dim: int,
-    pairs: int,
-    interleaved: bool = False,
-    has_k: bool = True,
+    dtype: torch.dtype, arch: int, head_dim: int, pairs: int, layout: str = "half", has_k=True
 ) -> Resources:
-    block_tokens, block_heads, num_warps = rope_block_sizes(heads, head_dim, ITEMSIZE[dtype])
-    constants = {
-        "HAS_K": has_k,
-        "PAIRS": pairs,
-        "REST": head_dim - 2 * pairs,
-        "INTERLEAVED": interleaved,
-        "INVERSE": True,
-        "COMPUTE_DTYPE": compute_dtype(dtype),
-        "BLOCK_TOKENS": block_tokens,
-        "BLOCK_HEADS": block_heads,
-        "BLOCK_PAIRS": triton.next_power_of_2(pairs),
-        "BLOCK_REST": triton.next_power_of_2(max(head_dim - 2 * pairs, 1)),
-    }
-    signature = {}
-    for name in _rope_fwd_kernel.arg_names:
-        if name in ("cos_ptr", "sin_ptr"):
-            signature[name] = "*fp32"
-        elif name.endswith("_ptr"):
-            signature[name] = f"*{dtype}"
-        elif name not in constants:
-            aligned = name.endswith("_stride") or name == "n_tokens"
-            signature[name] = "i32:16" if aligned else "i32"
-    return compile_kernel(_rope_fwd_kernel, signature, constants, arch=arch, num_warps=num_warps)
+    """As for parts of a projection, with tables of each token."""
+    heads = [meta(2, 4096, n, head_dim, dtype=dtype).transpose(1, 2) for n in (32, 8)]
+    tables = [meta(4096, pairs, dtype=torch.float32) for _ in range(2)]
+    rows = heads if has_k else heads[:1]
+    (usage,) = compile_launches(lambda: rope_rows(rows, *tables, layout, inverse=True), arch)
+    return usage
 
 
-@pytest.mark.parametrize(("arch", "dtype"), BUILDS)
+@pytest.mark.parametrize(("arch", "dtype"), BUILDS, ids=str)
 def test_rope_compiles_without_spills(arch, dtype):
-    usage = compile_rope(dtype, arch, 40, 128, 64)
+    usage = compile_rope(dtype, arch, 128, 64)
     assert usage.spills == 0, usage
     assert usage.registers <= 64, usage
     assert usage.count("STG") == usage.count("STG", "128") > 0, usage
@@ -78,9 +49,9 @@ def test_rope_compiles_without_spills(arch, dtype):
 
 
 @pytest.mark.parametrize(("head_dim", "has_k"), [(64, True), (80, True), (128, False)])
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_partial_rope_compiles_without_spills(interleaved, head_dim, has_k):
-    usage = compile_rope("bf16", 90, 24, head_dim, head_dim // 4, interleaved, has_k)
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+def test_partial_rope_compiles_without_spills(layout, head_dim, has_k):
+    usage = compile_rope(torch.bfloat16, 90, head_dim, head_dim // 4, layout, has_k)
     assert usage.spills == 0, usage
     assert usage.registers <= 64, usage
 
@@ -265,42 +236,6 @@ def interpreted_rope_qk(dtype, layout):
             for out, x in zip(outs, (q, k), strict=True):
                 assert_turned(out, x, cos, sin, layout, sign)
             assert torch.equal(launched(q, cos, sin, layout, sign), outs[0])
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    ("shape", "pairs"),
-    [((1, 1, 1, 2), 1), ((2, 3, 1, 7), 3), ((1, 1, 9, 80), 40), ((2, 33, 2, 8), 2)],
-    ids=str,
-)
-def interpreted_rope_edge_shapes(shape, pairs, layout):
-    x = torch.randn(shape)
-    cos, sin = tables(angles(shape[2], pairs=pairs))
-    assert_turned(launched(x, cos, sin, layout), x, cos, sin, layout, 1)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def interpreted_rope_strided(layout):
-    """q and k as a packed projection gives them, and views with other strides."""
-    packed = torch.randn(2, 5, (4 + 2 + 2) * 8).unflatten(-1, (8, 8)).transpose(1, 2)
-    base = torch.randn(2, 4, 5, 16)
-    expanded = torch.randn(1, 4, 5, 8).expand(2, -1, -1, -1)
-    views = [
-        (packed[:, :4], packed[:, 4:6]),
-        (packed[:, :1], packed[:, 4:5]),  # one head: its stride may be anything
-        (base[..., ::2], base[..., 1::2]),
-        (base[..., :8], base[:, :2, :, 8:]),
-        (expanded, torch.ones(()).expand(2, 3, 5, 8)),
-        (torch.randn(2, 4, 5, 5).transpose(2, 3), base[:, :1, :, 3:8]),
-    ]
-    for q, k in views:
-        cos, sin = tables(angles(5, pairs=q.shape[-1] // 2))
-        columns = [t.t().contiguous().t() for t in (cos, sin)]  # tables with other strides
-        before = [t.clone() for t in (q, k)]
-        for c, s in ((cos, sin), columns, (columns[0], sin)):
-            for out, x in zip(launched_qk(q, k, c, s, layout), (q, k), strict=True):
-                assert_turned(out, x, cos, sin, layout, 1)
-        assert torch.equal(q, before[0]) and torch.equal(k, before[1])
 
 
 @pytest.mark.parametrize("table_dtype", DTYPES, ids=str)

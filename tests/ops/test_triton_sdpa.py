@@ -7,22 +7,20 @@ import pytest
 import torch
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
-from ahead_of_time import ARCHITECTURES, compile_kernel
-from interpreter import INTERPRETING, bf16_rounds_to_nearest, run_interpreted  # noqa: F401
+from ahead_of_time import ARCHITECTURES, compile_launches, meta
+from interpreter import (  # noqa: F401
+    INTERPRETING,
+    bf16_rounds_to_nearest,
+    loop_bounds_are_scalars,
+    run_interpreted,
+)
 from sdpa_truth import attention, plain_attention
+from test_sdpa import PACKED, PACKINGS
 from tolerances import assert_no_worse_than_plain
 
 from xtrain.ops import sdpa
 from xtrain.ops.sdpa import library
-from xtrain.ops.sdpa.backward_kernel import (
-    _sdpa_bwd_kv_kernel,
-    _sdpa_bwd_q_kernel,
-    sdpa_bwd_kv,
-    sdpa_bwd_kv_block_sizes,
-    sdpa_bwd_q,
-    sdpa_bwd_q_block_sizes,
-)
-from xtrain.ops.sdpa.kernel import _sdpa_fwd_kernel, sdpa_fwd, sdpa_fwd_block_sizes
+from xtrain.ops.sdpa.kernel import sdpa_bwd_kv, sdpa_bwd_q, sdpa_fwd
 from xtrain.ops.sdpa.op import (
     as_options,
     backward_by_kernels,
@@ -30,29 +28,14 @@ from xtrain.ops.sdpa.op import (
     sdpa_backend,
     triton_refuses,
 )
-from xtrain.ops.sdpa.tiles import (
-    Blocks,
-    _document_ranges_kernel,
-    dense_rows,
-    document_ranges,
-    head_block,
-    wants_tma,
-)
-from xtrain.ops.sdpa.tiles import (
-    constants as constants_of,
-)
+from xtrain.ops.sdpa.tiles import Blocks, dense_rows, document_ranges, wants_tma
 
 # a row that sees nothing divides 0 by 0 under the interpreter, and drops the result
 pytestmark = pytest.mark.filterwarnings(
     "ignore:(divide by zero|invalid value) encountered:RuntimeWarning"
 )
 
-KERNELS = {
-    "fwd": (_sdpa_fwd_kernel, sdpa_fwd_block_sizes),
-    "bwd_q": (_sdpa_bwd_q_kernel, sdpa_bwd_q_block_sizes),
-    "bwd_kv": (_sdpa_bwd_kv_kernel, sdpa_bwd_kv_block_sizes),
-}
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+KERNELS = ("fwd", "bwd_q", "bwd_kv")
 # What a program may use of an SM's shared memory; CUDA C++ programming guide, table of capabilities
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 
@@ -64,42 +47,22 @@ def test_under_the_interpreter():
 # --- ahead of time --------------------------------------------------------------------------------
 
 
-def compiled(
-    name, arch, dtype, head_dim, *, window=None, softcap=None, documents=False, causal=True, ones=()
-):
+def compiled(name, arch, dtype, head_dim, *, size=1024, documents=False, **options):
     """Compile as the launcher does for aligned tensors of this head dim; return the resources.
 
-    ones: arguments that are 1, which Triton makes constant.
+    size: of both lengths; 1 goes for batch and heads too, and Triton makes all of them constant.
     """
-    kernel, block_sizes = KERNELS[name]
-    width = head_block(head_dim)
-    blocks = block_sizes(width, DTYPES[dtype].itemsize, arch)
-    m, n = (blocks.step, blocks.own) if name == "bwd_kv" else (blocks.own, blocks.step)
-    like = torch.empty(1, 1, 1, head_dim, dtype=DTYPES[dtype])
-    tma = wants_tma(DTYPES[dtype], arch)
-    options = as_options(like, causal=causal, scale=0.1, window=window, softcap=softcap)
-    constants = constants_of(options, like, like, tma)
-    constants |= dict.fromkeys(ones, 1)
-    constants |= {"DOCUMENTS": documents, "EVEN": not ones, "BLOCK_M": m, "BLOCK_N": n}
-    if not documents:
-        constants |= {"ids_ptr": None, "ranges_ptr": None}
-
-    def kind(argument):
-        if argument.endswith("_source") and tma:
-            return f"tensordesc<{dtype}[1,1,{n if argument[0] in 'kv' else m},{width}]>"
-        if argument in ("lse_ptr", "delta_ptr"):
-            return "*fp32"
-        if argument in ("ids_ptr", "ranges_ptr"):
-            return "*i32"
-        if argument.endswith(("_source", "_ptr")):
-            return f"*{dtype}"
-        if argument in ("scale", "inner", "factor"):
-            return "fp32"
-        return "i32:16" if argument in "TS" or argument.endswith("_stride") else "i32"
-
-    signature = {a: kind(a) for a in kernel.arg_names if a not in constants}
-    how = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
-    return compile_kernel(kernel, signature, constants, arch=arch, **how)
+    B, N, M = (1, 1, 1) if size == 1 else (2, 4, 2)
+    q, k = (meta(B, n, size, head_dim, dtype=dtype) for n in (N, M))
+    lse, ids = meta(B, N, size, dtype=torch.float32), meta(B, size, dtype=torch.int32)
+    what = as_options(q, causal=True, scale=0.1, documents=ids if documents else None, **options)
+    how = {"tma": wants_tma(dtype, arch)}
+    launch = {
+        "fwd": lambda: sdpa_fwd(q, k, k, what, q, lse, **how),
+        "bwd_q": lambda: sdpa_bwd_q(q, q, k, k, what, q, lse, q, **how),
+        "bwd_kv": lambda: sdpa_bwd_kv(q, q, k, k, what, lse, lse, k, k, **how),
+    }[name]
+    return compile_launches(launch, arch)[-1]  # behind the ranges of documents
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -110,7 +73,7 @@ def test_compiles_for(arch, name):
     The kernel of grad_k and grad_v keeps two results of [128, 128] in the registers of eight warps
     on sm_90: 96 bytes spill with Triton 3.7, 80 with 3.6; fetched by threads in place of TMA, 296.
     """
-    usage = compiled(name, arch, "bf16", 128)
+    usage = compiled(name, arch, torch.bfloat16, 128)
     assert usage.shared_bytes <= SHARED_BYTES[arch], usage
     assert usage.spills <= (100 if (name, arch) == ("bwd_kv", 90) else 16), usage
     if arch == 90:
@@ -122,15 +85,12 @@ def test_compiles_for(arch, name):
 def test_compiles_every_specialisation(name):
     """Sizes of 1, fp32, wide and odd head dims, one kind of mask and all of them at once."""
     everything = {"window": 9, "softcap": 2.0, "documents": True}
-    ones = ("T", "S", "n_groups", "ids_t_stride")
     cases = [
-        ("bf16", 80, {"ones": ones, **everything}),
-        ("fp16", 256, {}),
-        ("fp32", 64, {"documents": True}),
+        (torch.bfloat16, 80, {"size": 1, **everything}),
+        (torch.float16, 256, {}),
+        (torch.float32, 64, {"documents": True}),
     ]
     for dtype, head_dim, options in cases:
-        if "n_kv_heads" in KERNELS[name][0].arg_names and "T" in options.get("ones", ()):
-            options = {**options, "ones": (*options["ones"], "n_kv_heads")}
         usage = compiled(name, 90, dtype, head_dim, **options)
         assert usage.shared_bytes <= SHARED_BYTES[90], (dtype, head_dim, options, usage)
         assert usage.spills <= 400, (dtype, head_dim, options, usage)
@@ -138,10 +98,8 @@ def test_compiles_every_specialisation(name):
 
 @pytest.mark.parametrize("T", [1, 40])
 def test_document_ranges_compile(T):
-    signature = {"ids_ptr": "*i64", "ids_b_stride": "i32", "ranges_ptr": "*i32"}
-    constants = {"ids_t_stride": 1, "BLOCK": 64, "CHUNK": 1024}
-    (constants if T == 1 else signature)["T"] = 1 if T == 1 else "i32"
-    usage = compile_kernel(_document_ranges_kernel, signature, constants, arch=90)
+    ids = meta(2, T, dtype=torch.int64)
+    (usage,) = compile_launches(lambda: document_ranges(ids, 64), 90)
     assert usage.spills == 0, usage
 
 
@@ -341,18 +299,6 @@ def bf16_products(monkeypatch):
     monkeypatch.setattr(builder, "create_dot", fp32_dot)
 
 
-@pytest.fixture(autouse=INTERPRETING)
-def loop_bounds(monkeypatch):
-    """Triton 3.6 reads them by int() of an array of one element, which NumPy 2.4 refuses."""
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor, *rest):
-        patch(tensor, *rest)
-        tensor.__index__ = lambda self: int(self.handle.data.squeeze())
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
-
-
 def poisoned(like):
     return torch.full_like(like, float("nan"))
 
@@ -477,28 +423,12 @@ def interpreted_inputs_are_only_read_and_runs_agree():
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def parts_of_a_row(layout, B, N, M, T, H):
-    """Views of one projection's rows; a gradient that is a view of the merged heads."""
-    if layout == "q | k | v":
-        row = torch.randn(B, T, (N + 2 * M) * H)
-        parts = row.split([N * H, M * H, M * H], -1)
-        q, k, v = (t.unflatten(-1, (-1, H)).transpose(1, 2) for t in parts)
-    elif layout == "by head":
-        q, k, v = torch.randn(B, T, N, 3 * H).transpose(1, 2).chunk(3, -1)
-    elif layout == "by group":
-        groups = torch.randn(B, T, M, N // M + 2, H)
-        q = groups[..., :-2, :].flatten(2, 3).transpose(1, 2)
-        k, v = (groups[..., i, :].transpose(1, 2) for i in (-2, -1))
-    else:
-        q, k, v = torch.randn(T, B, 3, N, H).permute(2, 1, 3, 0, 4)
-    return q, k, v, torch.randn(B, T, N, H).transpose(1, 2)
-
-
-@pytest.mark.parametrize("layout", ["q | k | v", "by head", "by group", "sequence first"])
-def interpreted_parts_of_a_row(layout):
+@pytest.mark.parametrize("packing,N,M", PACKINGS[1:5])
+def interpreted_parts_of_a_row(packing, N, M):
     """Read in place: no copy of the row's parts is made on the way to the kernels."""
-    M = 2 if layout in ("q | k | v", "by group") else 4
-    q, k, v, grad_out = parts_of_a_row(layout, 2, 4, M, 33, 16)
+    row = torch.randn(2, 33, (N + 2 * M) * 16)
+    q, k, v = PACKED[packing](row.transpose(0, 1) if packing == "sequence first" else row, N, M)
+    grad_out = torch.randn(2, 33, N, 16).transpose(1, 2)
     assert all(dense_rows(t) is t for t in (k, v, grad_out))
     check_small(q, k, v, grad_out)
 

@@ -3,9 +3,10 @@
     core.py      how an op is made: schema, fake, eager and CUDA kernels, lowering, derivative
     <op>/        op.py: formula, reference, decomposition, derivative, public function; kernel.py:
                  its Triton kernels, imported when first launched. gated/ has swiglu and geglu;
-                 linear_cross_entropy/ works by the rows of cross_entropy/
+                 linear_cross_entropy/ works by the rows of cross_entropy/, dropout_add_rms_norm/
+                 by the kernels of rms_norm/
     shared/      memory layouts; rows, casts and random words of kernels; the helper for CPUs
-    launch/      how kernels are launched, and how compiled code does so at less cost to the host
+    launch.py    how kernels are launched, and how compiled code does so at less cost to the host
 
 Imports go one way: op.py to core, shared and the ops that it is made of; kernels to shared and
 launch.

@@ -18,14 +18,14 @@ compile caches know it; outside inductor it changes nothing.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from xtrain import torch_compat
-from xtrain.ops.launch import replay
+from xtrain.ops import launch
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # what kernels of rows and dropout take
 LIBRARY = torch.library.Library("xtrain", "DEF")
@@ -68,7 +68,7 @@ def define_op(
     decomposition: Callable[..., Any],
     cpu: Callable[..., Any] | None = None,
     cuda: Callable[..., Any] | None = None,
-    arguments: Callable[..., tuple[Any, ...]] | None = None,
+    records: Sequence[Any] = (),
     replay_state: Callable[[], Any] = lambda: None,
 ) -> torch._ops.OpOverload:
     """Define xtrain::<schema> with its fake, its kernels and its lowering; return the overload.
@@ -79,16 +79,15 @@ def define_op(
               decomposition: pure torch functions on the schema's arguments; traced with symbolic
               sizes, so it must not build tensors from data or branch on values.
               cpu, cuda: eager kernels; None means the decomposition. Where the schema has `opaque`,
-              inductor's code calls cuda without the dispatcher (launch/replay.py): all its kernels
-              must go through launch/launching.py.
-              arguments: (the schema's arguments) -> those of all the functions here, where options
-              that the schema lists one by one are one record; None: as they are.
+              inductor's code calls cuda without the dispatcher (launch.py).
+              records: NamedTuples. All functions here take those of the schema's arguments that
+              are called like a record's fields as one record, in place of the first of them.
               replay_state: whatever cuda goes by beside its arguments: torch's switches.
     """
     name = schema[: schema.index("(")]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     overload = getattr(torch.ops.xtrain, name).default
-    adapted = functools.partial(_adapted, overload, arguments)
+    adapted = functools.partial(_adapted, overload, records)
     fake = adapted(fake)
     decomposition = _decompositions[overload] = adapted(decomposition)
     cpu, cuda = cpu and adapted(cpu), cuda and adapted(cuda)
@@ -96,10 +95,10 @@ def define_op(
     LIBRARY.impl(name, cpu or decomposition, "CPU")
     LIBRARY.impl(name, on_device, "CUDA")
     if cuda and torch_compat.position_of_opaque(overload) is not None:
-        replay.CALLS[name] = replay.Replayed(overload, on_device, replay_state)
+        launch.CALLS[name] = launch.Replayed(overload, on_device, replay_state)
         torch_compat.call_in_inductors_code(
             overload,
-            replay.__name__,
+            launch.__name__,
             f"CALLS[{name!r}]",
             lambda fixed: f"SITES[{name!r}, {fixed!r}]",
         )
@@ -118,30 +117,52 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def kernel_refuses(dtypes: Sequence[torch.dtype], **tensors: torch.Tensor) -> str | None:
+    """Return why a Triton kernel for these dtypes cannot take these tensors, or None."""
+    for name, tensor in tensors.items():
+        if tensor.dtype not in dtypes:
+            wide = "fp64, " if torch.float64 in dtypes else ""
+            return f"{name} is {tensor.dtype}; the kernel takes {wide}fp32, bf16 and fp16"
+    return None if torch_compat.has_triton() else "triton is not installed"
+
+
 def opaque(prefers_kernel: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
     """Return what a public function passes as `opaque`: only a compiler ever reads it."""
     return torch.compiler.is_compiling() and prefers_kernel(*args, **kwargs)
 
 
 def _adapted(
-    overload: torch._ops.OpOverload,
-    arguments: Callable[..., tuple[Any, ...]] | None,
-    function: Callable[..., Any],
+    overload: torch._ops.OpOverload, records: Sequence[Any], function: Callable[..., Any]
 ) -> Any:
-    """Return `function` as the schema calls it: less `opaque`, its arguments as it takes them."""
+    """Return `function` as the schema calls it: less `opaque`, its records put together."""
     position = torch_compat.position_of_opaque(overload)
-    if position is None and arguments is None:
-        return function
+    arguments = [(a.name, a.default_value) for a in overload._schema.arguments[:position]]
+    parts = _parts([name for name, _ in arguments], records)
 
     @functools.wraps(function)
     def adapted(*args: Any, **kwargs: Any) -> Any:
         kwargs.pop(torch_compat.OPAQUE, None)
         args = args[:position]
-        if arguments is None:
+        if not records:
             return function(*args, **kwargs)
-        return function(*arguments(*args, **kwargs))
+        args += tuple(kwargs.get(name, default) for name, default in arguments[len(args) :])
+        return function(
+            *(
+                args[fields[0][1]] if record is None else record(**{n: args[i] for n, i in fields})
+                for record, fields in parts
+            )
+        )
 
-    return adapted
+    return function if position is None and not records else adapted
+
+
+def _parts(names: list[str], records: Sequence[Any]) -> list[tuple[Any, list[tuple[str, int]]]]:
+    """Return (record or None, its fields or an argument, each with its place), in order."""
+    parts: dict[Any, tuple[Any, list[tuple[str, int]]]] = {}
+    for place, name in enumerate(names):
+        record = next((record for record in records if name in record._fields), None)
+        parts.setdefault(record or name, (record, []))[1].append((name, place))
+    return list(parts.values())
 
 
 def _on_its_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -171,25 +192,54 @@ def define_autograd(
     LIBRARY.impl(op._opname, kernel, "Autograd", with_keyset=True)
 
 
-def define_autograd_of_inputs(
-    op: torch._ops.OpOverload, backward_op: torch._ops.OpOverload, *, num_tensors: int
+def define_derivative(
+    op: torch._ops.OpOverload,
+    backward_op: torch._ops.OpOverload,
+    *,
+    outputs: Sequence[str] = (),
+    transposes: bool = False,
 ) -> None:
-    """Give op the derivative backward_op(grad_out, *the arguments of op), which has none itself.
+    """Give op the derivative backward_op(gradient of the first result, ...).
 
-    Args:     num_tensors: how many arguments, from the first on, are saved and have a gradient.
+    What else backward_op takes its schema's names say: arguments of op, results of op (`outputs`
+    names them, where they are several), or as need_<argument>_grad whether that has a gradient. It
+    returns the gradients of op's first arguments.
+
+    Args:     transposes: backward_op is linear and its own derivative; else it has none.
     """
+    arguments = [argument.name for argument in op._schema.arguments]
+    places = {name: place for place, name in enumerate((*arguments, *outputs))}
+    needs = {f"need_{name}_grad": place for place, name in enumerate(arguments)}
+    taken = [(a.name, "Tensor" in str(a.type)) for a in backward_op._schema.arguments[1:]]
+    tensors = [places[name] for name, is_tensor in taken if is_tensor]
+    constants = [places[name] for name, is_tensor in taken if not is_tensor and name not in needs]
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.constants = inputs[num_tensors:]
-        ctx.save_for_backward(*inputs[:num_tensors])
+        values = (*inputs, *output) if outputs else inputs
+        ctx.save_for_backward(*[values[place] for place in tensors])
+        ctx.constants = [values[place] for place in constants]
+        if outputs:
+            ctx.mark_non_differentiable(*output[1:])
 
-    def backward(ctx: Any, grad_out: Any) -> tuple[Any, ...]:
-        grads = backward_op(grad_out, *ctx.saved_tensors, *ctx.constants)
+    def backward(ctx: Any, grad_out: Any, *_: Any) -> tuple[Any, ...]:
+        saved, rest = iter(ctx.saved_tensors), iter(ctx.constants)
+        wanted = ctx.needs_input_grad
+        grads = backward_op(
+            grad_out,
+            *(
+                wanted[needs[name]] if name in needs else next(saved if is_tensor else rest)
+                for name, is_tensor in taken
+            ),
+        )
         grads = (grads,) if isinstance(grads, torch.Tensor) else grads
-        return *grads, *(None for _ in ctx.constants)
+        unneeded = (None,) * (len(arguments) - len(grads))
+        return *(g if want else None for g, want in zip(grads, wanted, strict=False)), *unneeded
 
     define_autograd(op, backward, setup_context)
-    forbid_second_derivative(backward_op)
+    if transposes:
+        define_autograd(backward_op, backward, setup_context)
+    else:
+        forbid_second_derivative(backward_op)
 
 
 def define_masked_vmap(op: torch._ops.OpOverload, num_tensors: int, seed: int) -> None:

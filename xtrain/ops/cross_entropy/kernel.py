@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from xtrain.ops.cross_entropy.op import Options
-from xtrain.ops.launch.launching import launch
+from xtrain.ops.launch import launch
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -61,26 +61,13 @@ def _grad(x, scale, z_scale, shift, share, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _cross_entropy_rows_kernel(
-    logits_ptr,
-    grad_ptr,
-    targets_ptr,
-    scale_ptr,
-    losses_ptr,
-    lse_ptr,
-    logits_row_stride,
-    grad_row_stride,
-    n_cols,
-    n_readable_cols,
-    ignore_index,
-    LABEL_SMOOTHING: tl.constexpr,
-    Z_LOSS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    HAS_LSE: tl.constexpr,
-    WRITE_GRAD: tl.constexpr,
-    COMPUTE_DTYPE: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
+    logits_ptr, grad_ptr, targets_ptr, scale_ptr, losses_ptr, lse_ptr,
+    logits_row_stride, grad_row_stride,
+    n_cols, n_readable_cols, ignore_index,
+    LABEL_SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, SOFTCAP: tl.constexpr,
+    HAS_LSE: tl.constexpr, WRITE_GRAD: tl.constexpr, COMPUTE_DTYPE: tl.constexpr,
+    TILE_ROWS: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
     """n_readable_cols >= n_cols columns may be read and written: whole vectors up to the edge."""
     TILE: tl.constexpr = TILE_ROWS * VECTOR
     row = tl.program_id(0).to(tl.int64)
@@ -198,26 +185,12 @@ def cross_entropy_rows(
     tile_rows, vector, num_warps = cross_entropy_block_sizes(n_cols, logits.element_size())
     out = logits if grad is None else grad
     launch(
-        _cross_entropy_rows_kernel,
-        (n_rows,),
-        logits,
-        out,
-        targets,
-        scale,
-        lse if losses is None else losses,
-        lse,
-        logits.stride(0),
-        out.stride(0),
-        n_cols,
-        triton.cdiv(n_cols, 16) * 16 if padded else n_cols,
+        _cross_entropy_rows_kernel, (n_rows,),
+        logits, out, targets, scale, lse if losses is None else losses, lse, logits.stride(0),
+        out.stride(0), n_cols, triton.cdiv(n_cols, 16) * 16 if padded else n_cols,
         options.ignore_index,
-        LABEL_SMOOTHING=options.label_smoothing,
-        Z_LOSS=options.z_loss,
-        SOFTCAP=options.softcap,
-        HAS_LSE=losses is None,
-        WRITE_GRAD=grad is not None,
+        LABEL_SMOOTHING=options.label_smoothing, Z_LOSS=options.z_loss, SOFTCAP=options.softcap,
+        HAS_LSE=losses is None, WRITE_GRAD=grad is not None,
         COMPUTE_DTYPE=tl.float64 if logits.dtype == torch.float64 else tl.float32,
-        TILE_ROWS=tile_rows,
-        VECTOR=vector,
-        num_warps=num_warps,
-    )
+        TILE_ROWS=tile_rows, VECTOR=vector, num_warps=num_warps,
+    )  # fmt: skip

@@ -16,7 +16,7 @@ Letters: V vocabulary; "..." the tokens, of any number of dimensions.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from itertools import product
 from typing import Any, NamedTuple
@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from xtrain import torch_compat
 from xtrain.ops import core
 from xtrain.ops.core import compute_dtype
 
@@ -42,6 +41,23 @@ class Options(NamedTuple):
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     softcap: float | None = None  # linear_cross_entropy's alone
+    reduction: str = "mean"
+
+    def capped(self, x: Tensor) -> Tensor:
+        """Return softcap * tanh(x / softcap), or x where there is no cap."""
+        return x if self.softcap is None else self.softcap * torch.tanh(x / self.softcap)
+
+    def cap_derivative(self, y: Tensor) -> Tensor | float:
+        """Return the derivative of `capped`, given its result."""
+        return 1.0 if self.softcap is None else 1.0 - (y / self.softcap) ** 2
+
+    def counts(self, targets: Tensor) -> Tensor:
+        """Return which tokens count."""
+        return targets != self.ignore_index
+
+    def classes(self, targets: Tensor) -> Tensor:
+        """Return [..., 1], int64: each token's target, a class for those that do not count too."""
+        return torch.where(self.counts(targets), targets, 0).long().unsqueeze(-1)
 
 
 def cross_entropy_reference(
@@ -53,18 +69,16 @@ def cross_entropy_reference(
     **options: Any,
 ) -> Tensor:
     """Return the loss by log_softmax in c; differentiable. options: the fields of `Options`."""
-    ignore_index, label_smoothing, z_loss, softcap = Options(**options)
+    option = Options(**options)
     c = compute_dtype(logits.dtype)
-    counts = targets != ignore_index
-    x = logits.to(c)
-    x = x if softcap is None else softcap * torch.tanh(x / softcap)
+    x = option.capped(logits.to(c))
     log_probabilities = torch.log_softmax(x, dim=-1)
-    safe = torch.where(counts, targets, 0).long()
-    picked = log_probabilities.gather(-1, safe.unsqueeze(-1)).squeeze(-1)
-    losses = -(1.0 - label_smoothing) * picked - label_smoothing * log_probabilities.mean(-1)
-    losses = losses + z_loss * torch.logsumexp(x, dim=-1) ** 2
+    picked = log_probabilities.gather(-1, option.classes(targets)).squeeze(-1)
+    smoothing = option.label_smoothing
+    losses = -(1.0 - smoothing) * picked - smoothing * log_probabilities.mean(-1)
+    losses = losses + option.z_loss * torch.logsumexp(x, dim=-1) ** 2
     weights = torch.ones_like(picked) if token_weights is None else token_weights.to(c)
-    weights = torch.where(counts, weights, 0.0)
+    weights = torch.where(option.counts(targets), weights, 0.0)
     weighted = torch.where(weights == 0, 0.0, weights * losses)
     if reduction == "none":
         return weighted
@@ -78,7 +92,7 @@ def weights_in_loss(
     targets: Tensor, token_weights: Tensor | None, options: Options, c: torch.dtype
 ) -> Tensor:
     """Return w in c, 0 for tokens that do not count, whatever their own weight."""
-    counts = targets != options.ignore_index
+    counts = options.counts(targets)
     if token_weights is None:
         return counts.to(c)
     return torch.where(counts, token_weights.to(c), 0.0)
@@ -86,44 +100,38 @@ def weights_in_loss(
 
 def token_losses(logits: Tensor, targets: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """Return (l [...], lse [...]) in c; l is 0 where the token does not count."""
-    _, label_smoothing, z_loss, _ = options
+    _, label_smoothing, z_loss, *_ = options
     x = logits.to(compute_dtype(logits.dtype))
-    counts = targets != options.ignore_index
     lse = torch.logsumexp(x, dim=-1)
-    safe = torch.where(counts, targets, 0).long()
-    picked = x.gather(-1, safe.unsqueeze(-1)).squeeze(-1)
+    picked = x.gather(-1, options.classes(targets)).squeeze(-1)
     losses = lse - (1.0 - label_smoothing) * picked
     if label_smoothing != 0.0:
         losses = losses - (label_smoothing / logits.shape[-1]) * x.sum(-1)
     if z_loss != 0.0:
         losses = losses + z_loss * lse * lse
-    return torch.where(counts, losses, 0.0), lse
+    return torch.where(options.counts(targets), losses, 0.0), lse
 
 
-def factor_of_losses(weights: Tensor, reduction: str) -> Tensor:
+def factor_of_losses(weights: Tensor, options: Options) -> Tensor:
     """Return what sum(w_i * l_i) is multiplied by: 1 / sum(w_i) for a mean, else 1; [] in c."""
-    if reduction != "mean":
+    if options.reduction != "mean":
         return torch.ones((), dtype=weights.dtype, device=weights.device)
     total = weights.sum()
     return torch.where(total == 0, 0.0, 1.0 / torch.where(total == 0, 1.0, total))
 
 
-def reduce_losses(losses: Tensor, weights: Tensor, factor: Tensor, reduction: str) -> Tensor:
+def reduce_losses(losses: Tensor, weights: Tensor, factor: Tensor, options: Options) -> Tensor:
     """Return the loss; the gradient of l_i is factor * w_i times that of the result."""
     # where, not a product alone: a weight of 0 must silence an infinite loss
     weighted = torch.where(weights == 0, 0.0, weights * losses)
-    return weighted if reduction == "none" else weighted.sum() * factor
+    return weighted if options.reduction == "none" else weighted.sum() * factor
 
 
 def grad_logits(
-    logits: Tensor,
-    targets: Tensor,
-    grad_losses: Tensor,
-    lse: Tensor,
-    options: Options,
+    logits: Tensor, targets: Tensor, grad_losses: Tensor, lse: Tensor, options: Options
 ) -> Tensor:
     """Return d loss / d logits in logits' dtype, given that of each l_i; exact zeros where 0."""
-    _, label_smoothing, z_loss, _ = options
+    _, label_smoothing, z_loss, *_ = options
     x = logits.to(lse.dtype)
     V = logits.shape[-1]
     probabilities = torch.exp(x - lse.unsqueeze(-1))
@@ -148,13 +156,12 @@ def cross_entropy_decomposition(
     targets: Tensor,
     token_weights: Tensor | None,
     options: Options,
-    reduction: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (loss, lse [...], factor []) in c."""
     weights = weights_in_loss(targets, token_weights, options, compute_dtype(logits.dtype))
     losses, lse = token_losses(logits, targets, options)
-    factor = factor_of_losses(weights, reduction)
-    return reduce_losses(losses, weights, factor, reduction), lse, factor
+    factor = factor_of_losses(weights, options)
+    return reduce_losses(losses, weights, factor, options), lse, factor
 
 
 def cross_entropy_backward_decomposition(
@@ -193,66 +200,55 @@ def row_blocks(logits: Tensor, *per_token: Tensor) -> Iterator[tuple[Tensor, ...
             yield tuple(t[start : start + step] for t in part)
 
 
-def cross_entropy_eager(
-    logits: Tensor,
+def rows_by_torch(
+    x: Tensor,
+    grad: Tensor | None,
     targets: Tensor,
-    token_weights: Tensor | None,
-    options: Options,
-    reduction: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what cross_entropy_decomposition returns."""
-    c = compute_dtype(logits.dtype)
-    losses = torch.empty(targets.shape, dtype=c, device=logits.device)
-    lse = torch.empty_like(losses)
-    blocks = row_blocks(logits, targets, losses, lse)
-    for x, target_rows, loss_rows, lse_rows in blocks:
-        token_losses_into(loss_rows, lse_rows, x, target_rows, options)
-    weights = weights_in_loss(targets, token_weights, options, c)
-    factor = factor_of_losses(weights, reduction)
-    return reduce_losses(losses, weights, factor, reduction), lse, factor
-
-
-def cross_entropy_backward_eager(
-    grad_loss: Tensor,
-    logits: Tensor,
-    targets: Tensor,
-    token_weights: Tensor | None,
+    scale: Tensor,
+    losses: Tensor | None,
     lse: Tensor,
-    factor: Tensor,
     options: Options,
-) -> Tensor:
-    """Return what cross_entropy_backward_decomposition returns."""
-    weights = weights_in_loss(targets, token_weights, options, lse.dtype)
-    grad_losses = grad_loss.to(lse.dtype) * factor * weights
-    grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    for x, target_rows, grad_loss_rows, lse_rows, out in row_blocks(
-        logits, targets, grad_losses, lse, grad
-    ):
-        grad_logits_into(out, x, target_rows, grad_loss_rows, lse_rows, options)
-    return grad
+) -> None:
+    """Do what cross_entropy_rows of kernel.py does, but of rows of scale 0 losses and lse."""
+    if losses is not None:
+        token_losses_into(losses, lse, x, targets, options)
+    if grad is not None:
+        grad_logits_into(grad, x, targets, scale, lse, options)
+
+
+def rows_by_kernel(
+    x: Tensor,
+    grad: Tensor | None,
+    targets: Tensor,
+    scale: Tensor,
+    losses: Tensor | None,
+    lse: Tensor,
+    options: Options,
+    *,
+    padded: bool = False,
+) -> None:
+    """Launch cross_entropy_rows of kernel.py, imported here first."""
+    launch = import_module("xtrain.ops.cross_entropy.kernel").cross_entropy_rows
+    scale = scale.contiguous()
+    launch(x, grad, targets.contiguous(), scale, losses, lse, options, padded=padded)
 
 
 def token_losses_into(
-    losses: Tensor,
-    lse: Tensor,
-    x: Tensor,
-    targets: Tensor,
-    options: Options,
+    losses: Tensor, lse: Tensor, x: Tensor, targets: Tensor, options: Options
 ) -> None:
     """Write l and lse of rows [n, V] in c. log_softmax is one pass where logsumexp takes three."""
-    _, label_smoothing, z_loss, _ = options
+    _, label_smoothing, z_loss, *_ = options
     log_probabilities = torch.log_softmax(x, dim=-1, dtype=lse.dtype)
     # lse = x_ij - log p_ij for any j; at the largest the subtraction rounds least
     torch.sub(x.amax(-1), log_probabilities.amax(-1), out=lse)
-    counts = targets != options.ignore_index
-    safe = torch.where(counts, targets, 0).long().unsqueeze(-1)
     # log p = x - lse: the smoothed sum over x is one over log p, since its weights add up to 1
-    result = log_probabilities.gather(-1, safe).squeeze(-1) * -(1.0 - label_smoothing)
+    picked = log_probabilities.gather(-1, options.classes(targets)).squeeze(-1)
+    result = picked * -(1.0 - label_smoothing)
     if label_smoothing != 0.0:
         result -= label_smoothing * log_probabilities.mean(-1)
     if z_loss != 0.0:
         result += z_loss * lse * lse
-    losses.copy_(result.masked_fill_(~counts, 0.0))
+    losses.copy_(result.masked_fill_(~options.counts(targets), 0.0))
 
 
 def grad_logits_into(
@@ -264,47 +260,27 @@ def grad_logits_into(
     options: Options,
 ) -> None:
     """Write the gradient of rows [n, V], formed in c in the memory of one softmax."""
-    _, label_smoothing, z_loss, _ = options
+    _, label_smoothing, z_loss, *_ = options
     result = torch.softmax(x, dim=-1, dtype=lse.dtype)
     result *= (grad_losses * (1.0 + 2.0 * z_loss * lse)).unsqueeze(-1)
     if label_smoothing != 0.0:
         result -= (grad_losses * (label_smoothing / x.shape[-1])).unsqueeze(-1)
-    counts = targets != options.ignore_index
-    safe = torch.where(counts, targets, 0).long().unsqueeze(-1)
-    result.scatter_add_(-1, safe, (grad_losses * -(1.0 - label_smoothing)).unsqueeze(-1))
-    silent = ~counts | (grad_losses == 0)
+    of_target = (grad_losses * -(1.0 - label_smoothing)).unsqueeze(-1)
+    result.scatter_add_(-1, options.classes(targets), of_target)
+    silent = silent_rows(targets, grad_losses, options)
     if x.device.type != "cpu":
-        result.masked_fill_(silent.unsqueeze(-1), 0.0)
+        result.masked_fill_(silent, 0.0)
     elif silent.any():  # 0 * NaN is NaN; on the CPU a look is cheaper than a pass
-        result.index_fill_(0, silent.nonzero().squeeze(-1), 0.0)
+        result.index_fill_(0, silent.nonzero()[:, 0], 0.0)
     grad.copy_(result)
 
 
 # --- The op --------------------------------------------------------------------------------------
 
 
-def _forward_arguments(
-    logits: Tensor, targets: Tensor, token_weights: Tensor | None, *rest: Any
-) -> Any:
-    *options, reduction = rest
-    return logits, targets, token_weights, Options(*options), reduction
-
-
-def _backward_arguments(*args: Any) -> Any:
-    *tensors, ignore_index, label_smoothing, z_loss = args
-    return *tensors, Options(ignore_index, label_smoothing, z_loss)
-
-
-def _forward_cpu(
-    logits: Tensor, targets: Tensor, token_weights: Tensor | None, options: Options, reduction: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    check_range("cross_entropy", targets, options, logits.shape[-1])
-    return cross_entropy_eager(logits, targets, token_weights, options, reduction)
-
-
 def check_range(name: str, targets: Tensor, options: Options, V: int) -> None:
     """Raise for a target that is no class; on a GPU the look would stall, and gather asserts."""
-    wrong = ((targets < 0) | (targets >= V)) & (targets != options.ignore_index)
+    wrong = ((targets < 0) | (targets >= V)) & options.counts(targets)
     if wrong.any():
         where = tuple(wrong.nonzero()[0].tolist())
         raise ValueError(
@@ -313,21 +289,27 @@ def check_range(name: str, targets: Tensor, options: Options, V: int) -> None:
         )
 
 
-def _forward_cuda(
-    logits: Tensor, targets: Tensor, token_weights: Tensor | None, options: Options, reduction: str
+def _row_function(logits: Tensor) -> Callable[..., None]:
+    on_gpu = logits.device.type == "cuda" and supports(logits) is None
+    return rows_by_kernel if on_gpu else rows_by_torch
+
+
+def _forward(
+    logits: Tensor, targets: Tensor, token_weights: Tensor | None, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if supports(logits, targets) is not None:
-        return cross_entropy_eager(logits, targets, token_weights, options, reduction)
+    if logits.device.type == "cpu":
+        check_range("cross_entropy", targets, options, logits.shape[-1])
     weights = weights_in_loss(targets, token_weights, options, compute_dtype(logits.dtype))
-    losses, lse = torch.empty_like(weights), torch.empty_like(weights)
-    blocks = row_blocks(logits, targets, weights, losses, lse)
-    for x, target_rows, weight_rows, loss_rows, lse_rows in blocks:
-        _launch(x, None, target_rows, weight_rows, loss_rows, lse_rows, options)
-    factor = factor_of_losses(weights, reduction)
-    return reduce_losses(losses, weights, factor, reduction), lse, factor
+    losses = torch.empty(targets.shape, dtype=weights.dtype, device=logits.device)
+    lse = torch.empty_like(losses)
+    step = _row_function(logits)
+    for x, *rows in row_blocks(logits, targets, weights, losses, lse):
+        step(x, None, *rows, options)
+    factor = factor_of_losses(weights, options)
+    return reduce_losses(losses, weights, factor, options), lse, factor
 
 
-def _backward_cuda(
+def _backward(
     grad_loss: Tensor,
     logits: Tensor,
     targets: Tensor,
@@ -336,36 +318,20 @@ def _backward_cuda(
     factor: Tensor,
     options: Options,
 ) -> Tensor:
-    if supports(logits, targets) is not None:
-        return cross_entropy_backward_eager(
-            grad_loss, logits, targets, token_weights, lse, factor, options
-        )
     weights = weights_in_loss(targets, token_weights, options, lse.dtype)
     scale = grad_loss.to(lse.dtype) * factor * weights
     grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    for x, out, target_rows, scale_rows, lse_rows in row_blocks(logits, grad, targets, scale, lse):
-        _launch(x, out, target_rows, scale_rows, None, lse_rows, options)
+    step = _row_function(logits)
+    for x, *rows, lse_rows in row_blocks(logits, grad, targets, scale, lse):
+        step(x, *rows, None, lse_rows, options)
     return grad
 
 
-def _launch(
-    x: Tensor,
-    grad: Tensor | None,
-    targets: Tensor,
-    scale: Tensor,
-    losses: Tensor | None,
-    lse: Tensor,
-    options: Options,
-) -> None:
-    launch = import_module("xtrain.ops.cross_entropy.kernel").cross_entropy_rows
-    launch(x, grad, targets.contiguous(), scale.contiguous(), losses, lse, options)
-
-
 def _fake(
-    logits: Tensor, targets: Tensor, token_weights: Tensor | None, options: Options, reduction: str
+    logits: Tensor, targets: Tensor, token_weights: Tensor | None, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
     c, device = compute_dtype(logits.dtype), logits.device
-    loss = torch.empty(targets.shape if reduction == "none" else (), dtype=c, device=device)
+    loss = torch.empty(targets.shape if options.reduction == "none" else (), dtype=c, device=device)
     lse = torch.empty(targets.shape, dtype=c, device=device)
     return loss, lse, torch.empty((), dtype=c, device=device)
 
@@ -377,38 +343,25 @@ def _backward_fake(grad_loss: Tensor, logits: Tensor, *_: Any) -> Tensor:
 FORWARD = core.define_op(
     "cross_entropy(Tensor logits, Tensor targets, Tensor? token_weights, int ignore_index, "
     "float label_smoothing, float z_loss, str reduction) -> (Tensor, Tensor, Tensor)",
-    arguments=_forward_arguments,
+    records=(Options,),
     fake=_fake,
     decomposition=cross_entropy_decomposition,
-    cpu=_forward_cpu,
-    cuda=_forward_cuda,
+    cpu=_forward,
+    cuda=_forward,
 )
 BACKWARD = core.define_op(
     "cross_entropy_backward(Tensor grad_loss, Tensor logits, Tensor targets, "
     "Tensor? token_weights, Tensor lse, Tensor factor, int ignore_index, float label_smoothing, "
     "float z_loss) -> Tensor",
-    arguments=_backward_arguments,
+    records=(Options,),
     fake=_backward_fake,
     decomposition=cross_entropy_backward_decomposition,
-    cpu=cross_entropy_backward_eager,
-    cuda=_backward_cuda,
+    cpu=_backward,
+    cuda=_backward,
 )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    logits, targets, token_weights, *ctx.options, _ = inputs
-    _, lse, factor = output
-    ctx.mark_non_differentiable(lse, factor)
-    ctx.save_for_backward(logits, targets, token_weights, lse, factor)
-
-
-def _backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    grad_logits = BACKWARD(grad_loss, *ctx.saved_tensors, *ctx.options)
-    return (grad_logits, *(None,) * 6)
-
-
-core.define_autograd(FORWARD, _backward, _setup_context)
-core.forbid_second_derivative(BACKWARD)
+core.define_derivative(FORWARD, BACKWARD, outputs=("loss", "lse", "factor"))
 
 
 def cross_entropy(
@@ -436,8 +389,8 @@ def cross_entropy(
               a target outside [0, V), with its position.
     Source:   label smoothing: Szegedy et al. 2016; z-loss: PaLM, Chowdhery et al. 2022.
     """
-    options = Options(ignore_index, label_smoothing, z_loss)
-    check_inputs(logits, targets, token_weights, options, reduction)
+    options = Options(ignore_index, label_smoothing, z_loss, None, reduction)
+    check_inputs(logits, targets, token_weights, options)
     rest = (*options[:3], reduction)
     if logits.dim() > 1:
         return FORWARD(logits, targets, token_weights, *rest)[0]
@@ -451,7 +404,6 @@ def check_inputs(
     targets: Tensor,
     token_weights: Tensor | None,
     options: Options,
-    reduction: str,
 ) -> None:
     """Raise ValueError, with the values, for what `cross_entropy` cannot compute."""
     if logits.dim() < 1 or logits.shape[:-1] != targets.shape or logits.shape[-1] == 0:
@@ -461,7 +413,7 @@ def check_inputs(
         )
     if not logits.dtype.is_floating_point:
         raise ValueError(f"cross_entropy: logits must be floats, got {logits.dtype}")
-    check_options("cross_entropy", targets, token_weights, options, reduction)
+    check_options("cross_entropy", targets, token_weights, options)
 
 
 def check_options(
@@ -469,10 +421,9 @@ def check_options(
     targets: Tensor,
     token_weights: Tensor | None,
     options: Options,
-    reduction: str,
 ) -> None:
     """Raise ValueError, with the values, for options that the op called `name` cannot compute."""
-    _, label_smoothing, z_loss, softcap = options
+    _, label_smoothing, z_loss, softcap, reduction = options
     if targets.dtype.is_floating_point or targets.dtype == torch.bool:
         raise ValueError(f"{name}: targets must be integers, got {targets.dtype}")
     if not 0.0 <= label_smoothing <= 1.0:
@@ -499,17 +450,9 @@ def check_options(
 
 def supports(logits: Tensor, *_: Any, **__: Any) -> str | None:
     """Return why the Triton kernel cannot take these inputs, or None when it can."""
-    if logits.dtype not in KERNEL_DTYPES:
-        return f"logits are {logits.dtype}; the kernel takes fp64, fp32, bf16 and fp16"
     if logits.stride(-1) != 1 and logits.shape[-1] != 1:
         return "the logits of a token are no neighbours in memory"
-    return None if torch_compat.has_triton() else "triton is not installed"
+    return core.kernel_refuses(KERNEL_DTYPES, logits=logits)
 
 
-OP = core.Op(
-    public=cross_entropy,
-    reference=cross_entropy_reference,
-    forward=FORWARD,
-    backward=BACKWARD,
-    supports=supports,
-)
+OP = core.Op(cross_entropy, cross_entropy_reference, FORWARD, BACKWARD, supports)

@@ -23,11 +23,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from xtrain.ops.dropout_add_rms_norm.kernel import chunk_words
-from xtrain.ops.launch.launching import launch
+from xtrain.ops.launch import launch
 from xtrain.ops.shared.casts import widened
 from xtrain.ops.shared.random_words import GAMMA, dropped_out, random_words
 from xtrain.ops.shared.rows import (
+    chunk_words,
     forward_block_sizes,
     is_even,
     load_tile,
@@ -39,18 +39,10 @@ from xtrain.ops.shared.rows import (
 
 @triton.jit
 def _dropout_fwd_kernel(
-    x_ptr,
-    out_ptr,
-    seed_ptr,
-    offset_ptr,
-    n_elements,
-    last_dropped,
-    scale,
-    BLOCK: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
-    VEC: tl.constexpr,
-    EVEN: tl.constexpr,
-):
+    x_ptr, out_ptr, seed_ptr, offset_ptr,
+    n_elements, last_dropped, scale,
+    BLOCK: tl.constexpr, NUM_BLOCKS: tl.constexpr, VEC: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
     lane = tl.arange(0, BLOCK)
     first = tl.program_id(0).to(tl.int64) * (BLOCK * NUM_BLOCKS)
     xs = ()  # all loads before the first store, behind which the compiler would have to keep them
@@ -76,25 +68,13 @@ def _dropout_fwd_kernel(
 
 @triton.jit
 def _dropout_rows_fwd_kernel(
-    x_ptr,
-    out_ptr,
-    seed_ptr,
-    offset_ptr,
-    n_middle,
-    n_inner,
-    x_outer_stride,
-    x_middle_stride,
-    x_inner_stride,
-    n_rows,
-    last_dropped,
-    scale,
-    N_COLS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,
-    VEC: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    EVEN: tl.constexpr,
-):
+    x_ptr, out_ptr, seed_ptr, offset_ptr,
+    n_middle, n_inner,
+    x_outer_stride, x_middle_stride, x_inner_stride,
+    n_rows, last_dropped, scale,
+    N_COLS: tl.constexpr, CHUNK: tl.constexpr, NUM_CHUNKS: tl.constexpr, VEC: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     starts = row_starts(
         rows, N_COLS, n_middle, n_inner, x_outer_stride, x_middle_stride, x_inner_stride
@@ -133,21 +113,11 @@ def dropout_fwd(x: Tensor, threshold: int, scale: float, seed: Tensor, offset: T
     n_elements = x.numel()
     block, num_blocks, num_warps = dropout_block_sizes(n_elements, x.element_size())
     launch(
-        _dropout_fwd_kernel,
-        (triton.cdiv(n_elements, block * num_blocks),),
-        x,
-        out,
-        seed,
-        offset,
-        n_elements,
-        (threshold << 8) - 1,
-        scale,
-        BLOCK=block,
-        NUM_BLOCKS=num_blocks,
-        VEC=max(16 // x.element_size(), 1),
-        EVEN=n_elements % (block * num_blocks) == 0,
-        num_warps=num_warps,
-    )
+        _dropout_fwd_kernel, (triton.cdiv(n_elements, block * num_blocks),),
+        x, out, seed, offset, n_elements, (threshold << 8) - 1, scale,
+        BLOCK=block, NUM_BLOCKS=num_blocks, VEC=max(16 // x.element_size(), 1),
+        EVEN=n_elements % (block * num_blocks) == 0, num_warps=num_warps,
+    )  # fmt: skip
     return out
 
 
@@ -158,25 +128,8 @@ def _of_rows(
     n_rows = x.numel() // n_cols
     tile = forward_block_sizes(n_cols, (x.dtype,))
     launch(
-        _dropout_rows_fwd_kernel,
-        (triton.cdiv(n_rows, tile["BLOCK_ROWS"]),),
-        x,
-        out,
-        seed,
-        offset,
-        *row_distances(x),
-        n_rows,
-        (threshold << 8) - 1,
-        scale,
-        N_COLS=n_cols,
-        EVEN=is_even(n_rows, n_cols, tile),
-        **tile,
-    )
+        _dropout_rows_fwd_kernel, (triton.cdiv(n_rows, tile["BLOCK_ROWS"]),),
+        x, out, seed, offset, *row_distances(x), n_rows, (threshold << 8) - 1, scale,
+        N_COLS=n_cols, EVEN=is_even(n_rows, n_cols, tile), **tile,
+    )  # fmt: skip
     return out
-
-
-def dropout_bwd(
-    grad_out: Tensor, threshold: int, scale: float, seed: Tensor, offset: Tensor
-) -> Tensor:
-    """Launch as `dropout_fwd` does: dropout is linear and diagonal, so the kernel is the same."""
-    return dropout_fwd(grad_out, threshold, scale, seed, offset)

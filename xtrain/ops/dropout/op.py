@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
@@ -32,7 +32,7 @@ from xtrain.rng import GAMMA, MUL1, MUL2, to_signed
 INT64_MAX = (1 << 63) - 1
 INT64_MIN = -(1 << 63)
 MAX_COLS = 8192  # of kernels of whole rows: a thread then holds 16 elements of each tensor
-KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+KERNEL_DTYPES = core.FLOATS
 GAMMA_INT64 = to_signed(GAMMA)
 MUL1_INT64 = to_signed(MUL1)
 MUL2_INT64 = to_signed(MUL2)
@@ -193,17 +193,14 @@ def dropout_on_cpu(x: Tensor, p: float, seed: Tensor, offset: Tensor) -> Tensor:
     return dropout_decomposition(x, p, seed, offset) if out is None else out
 
 
-def _cuda(launcher: str) -> Callable[[Tensor, float, Tensor, Tensor], Tensor]:
-    def kernel(x: Tensor, p: float, seed: Tensor, offset: Tensor) -> Tensor:
-        _check_inputs(x, p)
-        if p == 0 or x.numel() == 0 or supports(x, p, seed, offset) is not None:
-            return dropout_decomposition(x, p, seed, offset)
-        launch = getattr(import_module("xtrain.ops.dropout.kernel"), launcher)
-        in_place = x.dim() > 0 and x.shape[-1] <= MAX_COLS
-        (x,) = in_rows(x) if in_place else (x.contiguous(),)
-        return launch(x, threshold_of(p), scale_of(p), seed, offset)
-
-    return kernel
+def _cuda(x: Tensor, p: float, seed: Tensor, offset: Tensor) -> Tensor:
+    _check_inputs(x, p)
+    if p == 0 or x.numel() == 0 or supports(x, p, seed, offset) is not None:
+        return dropout_decomposition(x, p, seed, offset)
+    launch = import_module("xtrain.ops.dropout.kernel").dropout_fwd
+    in_place = x.dim() > 0 and x.shape[-1] <= MAX_COLS
+    (x,) = in_rows(x) if in_place else (x.contiguous(),)
+    return launch(x, threshold_of(p), scale_of(p), seed, offset)
 
 
 def _check_inputs(x: Tensor, p: float) -> None:
@@ -216,43 +213,25 @@ def _check_inputs(x: Tensor, p: float) -> None:
 
 def supports(x: Tensor, p: float, seed: int | Tensor, offset: int | Tensor = 0) -> str | None:
     """Return why the Triton kernel cannot take these inputs, or None when it can."""
-    if x.dtype not in KERNEL_DTYPES:
-        return f"x is {x.dtype}; the kernel takes fp32, bf16 and fp16"
-    if not torch_compat.has_triton():
-        return "triton is not installed"
-    return None
+    return core.kernel_refuses(KERNEL_DTYPES, x=x)
 
 
-FORWARD = core.define_op(
-    "dropout(Tensor x, float p, Tensor seed, Tensor offset) -> Tensor",
-    fake=_fake,
-    decomposition=dropout_decomposition,
-    cpu=dropout_on_cpu,
-    cuda=_cuda("dropout_fwd"),
-)
 # Dropout is linear and its matrix diagonal: the transpose is the same map. The backward is an op of
 # its own all the same, so that a graph shows which is which.
-BACKWARD = core.define_op(
-    "dropout_backward(Tensor grad_out, float p, Tensor seed, Tensor offset) -> Tensor",
-    fake=_fake,
-    decomposition=dropout_decomposition,
-    cpu=dropout_on_cpu,
-    cuda=_cuda("dropout_bwd"),
+FORWARD, BACKWARD = (
+    core.define_op(
+        schema,
+        fake=_fake,
+        decomposition=dropout_decomposition,
+        cpu=dropout_on_cpu,
+        cuda=_cuda,
+    )
+    for schema in (
+        "dropout(Tensor x, float p, Tensor seed, Tensor offset) -> Tensor",
+        "dropout_backward(Tensor grad_out, float p, Tensor seed, Tensor offset) -> Tensor",
+    )
 )
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.p, seed, offset = inputs
-    ctx.save_for_backward(seed, offset)
-
-
-def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-    seed, offset = ctx.saved_tensors
-    return BACKWARD(grad_out, ctx.p, seed, offset), None, None, None
-
-
-core.define_autograd(FORWARD, _backward, _setup_context)
-core.define_autograd(BACKWARD, _backward, _setup_context)  # second derivatives
+core.define_derivative(FORWARD, BACKWARD, transposes=True)
 core.define_masked_vmap(FORWARD, num_tensors=1, seed=2)
 
 
@@ -313,10 +292,4 @@ def dropout_mask(
     return dropout(torch.ones(shape, dtype=torch.float32, device=device), p, seed, offset) != 0
 
 
-OP = core.Op(
-    public=dropout,
-    reference=dropout_reference,
-    forward=FORWARD,
-    backward=BACKWARD,
-    supports=supports,
-)
+OP = core.Op(dropout, dropout_reference, FORWARD, BACKWARD, supports)

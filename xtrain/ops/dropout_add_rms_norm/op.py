@@ -53,22 +53,39 @@ KERNEL_GRADS = 3  # as many gradients of y as the backward kernel adds up
 
 
 class Options(NamedTuple):
-    """What forward and backward are told beside their tensors, in the order of both schemas."""
+    """What forward and backward are told beside their tensors."""
 
     p: float
     seed: Tensor
     offset: Tensor
     eps: float
     cast: str
+    y_dtype: Dtype | None = None  # of the forward alone
+    x_dtype: Dtype = torch.float32  # of the backward alone, as what follows
+    residual_dtype: Dtype = torch.float32
+
+    @property
+    def llama(self) -> bool:
+        """Whether the norm is cast as Llama's."""
+        return self.cast == "llama"
+
+    @property
+    def shares_gradient(self) -> bool:
+        """Whether x and residual have one gradient, which is then written once.
+
+        A fifth of the backward's bytes. torch's own sum also hands one tensor to both addends.
+        """
+        return threshold_of(self.p) == 0 and self.x_dtype == self.residual_dtype
 
     def dropped(self, x: Tensor) -> Tensor:
         """Return x dropped out as inductor fuses it; as it is where nothing is to be dropped."""
         return dropout_decomposition(x, *self[:3]) if self.p > 0 else x
 
-    def of_kernels(self) -> tuple[int, float, Tensor, Tensor, float, bool]:
-        """Return what both launchers take of these."""
-        random = threshold_of(self.p), scale_of(self.p), self.seed, self.offset
-        return *random, self.eps, self.cast == "llama"
+    @property
+    def random(self) -> tuple[int, float, Tensor, Tensor] | None:
+        """What kernels take of these, None where they drop nothing."""
+        threshold = threshold_of(self.p)
+        return (threshold, scale_of(self.p), self.seed, self.offset) if threshold > 0 else None
 
 
 def dropout_add_rms_norm_reference(
@@ -89,15 +106,11 @@ def dropout_add_rms_norm_reference(
 
 
 def dropout_add_rms_norm_decomposition(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    options: Options,
-    y_dtype: Dtype | None = None,
+    x: Tensor, residual: Tensor, weight: Tensor, options: Options
 ) -> tuple[Tensor, Tensor]:
     """Return (h, y) as inductor fuses them: one pass over the rows."""
     h = residual.contiguous() + options.dropped(x).contiguous()
-    return h, rms_norm_decomposition(h, weight, options.eps, options.cast, y_dtype)
+    return h, rms_norm_decomposition(h, weight, options.eps, options.cast, options.y_dtype)
 
 
 def dropout_add_rms_norm_backward_decomposition(
@@ -106,13 +119,11 @@ def dropout_add_rms_norm_backward_decomposition(
     grad_h: Tensor | None,
     grad_y: list[Tensor],
     options: Options,
-    x_dtype: Dtype,
-    residual_dtype: Dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (grad_x, grad_residual, grad_weight) by the formulas above.
 
-    Where `shares_gradient`, grad_x is grad_residual, and a tensor of no elements stands for it.
-    Without grad_y a result may be grad_h itself: inductor needs no copy to tell them apart.
+    Where `options.shares_gradient`, grad_x is grad_residual, and a tensor of no elements stands for
+    it. Without grad_y a result may be grad_h itself: inductor needs no copy to tell them apart.
     """
     c = compute_dtype(torch.promote_types(h.dtype, weight.dtype))
     if grad_y:
@@ -125,20 +136,12 @@ def dropout_add_rms_norm_backward_decomposition(
         grad = torch.zeros(shape, dtype=c, device=h.device) if grad_h is None else grad_h.to(c)
         grad_weight = torch.zeros(weight.shape, dtype=c, device=h.device)
         grad = grad.contiguous()
-    grad_residual = grad.to(residual_dtype)
-    if shares_gradient(options.p, x_dtype, residual_dtype):
-        grad_x = torch.empty(0, dtype=x_dtype, device=h.device)
+    grad_residual = grad.to(options.residual_dtype)
+    if options.shares_gradient:
+        grad_x = torch.empty(0, dtype=options.x_dtype, device=h.device)
     else:
-        grad_x = options.dropped(grad).to(x_dtype)
+        grad_x = options.dropped(grad).to(options.x_dtype)
     return grad_x, grad_residual, grad_weight.to(weight.dtype)
-
-
-def shares_gradient(p: float, x_dtype: Dtype, residual_dtype: Dtype) -> bool:
-    """Return whether x and residual have one gradient, which is then written once.
-
-    A fifth of the backward's bytes. torch's own sum also hands one tensor to both of its addends.
-    """
-    return threshold_of(p) == 0 and x_dtype == residual_dtype
 
 
 def check_inputs(
@@ -168,127 +171,88 @@ def prefers_kernel(x: Tensor, residual: Tensor, weight: Tensor, *_: Any, **__: A
     return prefers_row_kernel(x, residual, weight)
 
 
-def _dtypes(
-    x: Tensor, residual: Tensor, weight: Tensor, cast: str, y_dtype: Dtype | None
-) -> tuple[Dtype, Dtype, Dtype]:
+def _dtypes(x: Tensor, residual: Tensor, weight: Tensor, options: Options) -> tuple[Dtype, ...]:
     """Return the dtypes of h, of the norm, and of y."""
     h_dtype = torch.promote_types(x.dtype, residual.dtype)
-    rounds_to = norm_dtype(h_dtype, weight.dtype, cast)
-    return h_dtype, rounds_to, y_dtype or rounds_to
+    rounds_to = norm_dtype(h_dtype, weight.dtype, options.cast)
+    return h_dtype, rounds_to, options.y_dtype or rounds_to
 
 
-def _forward_arguments(
-    x: Tensor, residual: Tensor, weight: Tensor, *rest: Any, y_dtype: Dtype | None = None
-) -> Any:
-    return x, residual, weight, Options(*rest[:5]), *(rest[5:] or (y_dtype,))
-
-
-def _backward_arguments(h: Tensor, weight: Tensor, *rest: Any) -> Any:
-    grad_h, grad_y, *options = rest[:-2]
-    return h, weight, grad_h, grad_y, Options(*options), *rest[-2:]
-
-
-def _fake(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    options: Options,
-    y_dtype: Dtype | None = None,
-) -> tuple[Tensor, Tensor]:
+def _fake(x: Tensor, residual: Tensor, weight: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     check_inputs(x, residual, weight, options.p, options.eps, options.cast)
-    h_dtype, _, out_dtype = _dtypes(x, residual, weight, options.cast, y_dtype)
+    h_dtype, _, y_dtype = _dtypes(x, residual, weight, options)
     return (
         torch.empty(x.shape, dtype=h_dtype, device=x.device),
-        torch.empty(x.shape, dtype=out_dtype, device=x.device),
+        torch.empty(x.shape, dtype=y_dtype, device=x.device),
     )
 
 
-def _cpu(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    options: Options,
-    y_dtype: Dtype | None = None,
-) -> tuple[Tensor, Tensor]:
+def _cpu(x: Tensor, residual: Tensor, weight: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     check_inputs(x, residual, weight, options.p, options.eps, options.cast)
     branch = dropout_on_cpu(x, *options[:3]) if options.p > 0 else x
     h = contiguous(residual) + contiguous(branch)
-    return h, rms_norm_decomposition(h, weight, options.eps, options.cast, y_dtype)
+    return h, rms_norm_decomposition(h, weight, options.eps, options.cast, options.y_dtype)
 
 
-def _cuda(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    options: Options,
-    y_dtype: Dtype | None = None,
-) -> tuple[Tensor, Tensor]:
+def _cuda(x: Tensor, residual: Tensor, weight: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     check_inputs(x, residual, weight, options.p, options.eps, options.cast)
-    _, rounds_to, out_dtype = _dtypes(x, residual, weight, options.cast, y_dtype)
+    _, rounds_to, y_dtype = _dtypes(x, residual, weight, options)
     refused = row_kernel_refuses(x=x, residual=residual, weight=weight)
-    if x.numel() == 0 or out_dtype not in KERNEL_DTYPES or refused is not None:
+    if x.numel() == 0 or y_dtype not in KERNEL_DTYPES or refused is not None:
         dense = contiguous(x), contiguous(residual), weight
-        return dropout_add_rms_norm_decomposition(*dense, options, y_dtype)
-    rows = in_rows(x, residual)
-    launch = import_module("xtrain.ops.dropout_add_rms_norm.kernel").dropout_add_rms_norm_fwd
-    return launch(*rows, weight.contiguous(), *options.of_kernels(), rounds_to, out_dtype)
+        return dropout_add_rms_norm_decomposition(*dense, options)
+    launch = import_module("xtrain.ops.rms_norm.kernel").norm_fwd
+    rest = options.random, options.eps, options.llama, rounds_to, y_dtype
+    return launch(*in_rows(x, residual), weight.contiguous(), *rest)
 
 
 def _backward_fake(
-    h: Tensor,
-    weight: Tensor,
-    grad_h: Tensor | None,
-    grad_y: list[Tensor],
-    options: Options,
-    x_dtype: Dtype,
-    residual_dtype: Dtype,
+    h: Tensor, weight: Tensor, grad_h: Tensor | None, grad_y: list[Tensor], options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
-    of_x = (0,) if shares_gradient(options.p, x_dtype, residual_dtype) else h.shape
+    of_x = (0,) if options.shares_gradient else h.shape
     return (
-        torch.empty(of_x, dtype=x_dtype, device=h.device),
-        torch.empty(h.shape, dtype=residual_dtype, device=h.device),
+        torch.empty(of_x, dtype=options.x_dtype, device=h.device),
+        torch.empty(h.shape, dtype=options.residual_dtype, device=h.device),
         torch.empty(weight.shape, dtype=weight.dtype, device=h.device),
     )
 
 
 def _backward_eager(
-    h: Tensor, weight: Tensor, grad_h: Tensor | None, grad_y: list[Tensor], *rest: Any
+    h: Tensor, weight: Tensor, grad_h: Tensor | None, grad_y: list[Tensor], options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
     if grad_h is not None:  # an op hands on no input
         grad_h = contiguous(grad_h) if grad_y else contiguous(grad_h).clone()
     grads = grad_h, [contiguous(grad) for grad in grad_y]
     dense = contiguous(h), contiguous(weight)
-    return dropout_add_rms_norm_backward_decomposition(*dense, *grads, *rest)
+    return dropout_add_rms_norm_backward_decomposition(*dense, *grads, options)
 
 
 def _backward_cuda(
-    h: Tensor,
-    weight: Tensor,
-    grad_h: Tensor | None,
-    grad_y: list[Tensor],
-    options: Options,
-    x_dtype: Dtype,
-    residual_dtype: Dtype,
+    h: Tensor, weight: Tensor, grad_h: Tensor | None, grad_y: list[Tensor], options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
     given = {"h": h, "weight": weight} | {f"grad_y[{i}]": g for i, g in enumerate(grad_y)}
     refused = row_kernel_refuses(**given, **({} if grad_h is None else {"grad_h": grad_h}))
     if h.numel() == 0 or not grad_y or refused is not None:
-        return _backward_eager(h, weight, grad_h, grad_y, options, x_dtype, residual_dtype)
+        return _backward_eager(h, weight, grad_h, grad_y, options)
     if len(grad_y) > KERNEL_GRADS:
         rest_of_them = [grad.float() for grad in grad_y[KERNEL_GRADS - 1 :]]
         grad_y = [*grad_y[: KERNEL_GRADS - 1], functools.reduce(torch.add, rest_of_them)]
     grads = [grad.contiguous() for grad in grad_y]
-    launch = import_module("xtrain.ops.dropout_add_rms_norm.kernel").dropout_add_rms_norm_bwd
+    launch = import_module("xtrain.ops.rms_norm.kernel").norm_bwd
     grad_h = None if grad_h is None else grad_h.contiguous()
-    dense = h.contiguous(), weight.contiguous()
-    return launch(grad_h, grads, *dense, *options.of_kernels(), x_dtype, residual_dtype)
+    dtypes = None if options.shares_gradient else options.x_dtype, options.residual_dtype
+    rest = options.random, options.eps, options.llama, *dtypes
+    grad_x, *others = launch(grad_h, grads, h.contiguous(), weight.contiguous(), *rest)
+    if grad_x is None:
+        grad_x = torch.empty(0, dtype=options.x_dtype, device=h.device)
+    return grad_x, *others
 
 
 FORWARD = core.define_op(
     "dropout_add_rms_norm(Tensor x, Tensor residual, Tensor weight, float p, Tensor seed, "
     "Tensor offset, float eps, str cast, ScalarType? y_dtype=None, bool opaque=False) "
     "-> (Tensor, Tensor)",
-    arguments=_forward_arguments,
+    records=(Options,),
     fake=_fake,
     decomposition=dropout_add_rms_norm_decomposition,
     cpu=_cpu,
@@ -301,7 +265,7 @@ BACKWARD = core.define_op(
     "dropout_add_rms_norm_backward(Tensor h, Tensor weight, Tensor? grad_h, Tensor[] grad_y, "
     "float p, Tensor seed, Tensor offset, float eps, str cast, ScalarType x_dtype, "
     "ScalarType residual_dtype, bool opaque=False) -> (Tensor, Tensor, Tensor)",
-    arguments=_backward_arguments,
+    records=(Options,),
     fake=_backward_fake,
     decomposition=dropout_add_rms_norm_backward_decomposition,
     cpu=_backward_eager,
@@ -318,10 +282,11 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward(ctx: Any, grad_h: Tensor | None, grad_y: Tensor | None) -> tuple[Tensor | None, ...]:
     h, weight, seed, offset = ctx.saved_tensors
-    arguments = ctx.p, seed, offset, ctx.eps, ctx.cast, *ctx.dtypes, ctx.opaque
+    options = Options(ctx.p, seed, offset, ctx.eps, ctx.cast, None, *ctx.dtypes)
+    arguments = *options[:5], *ctx.dtypes, ctx.opaque
     grads_y = [] if grad_y is None else [grad_y]
     grad_x, grad_residual, grad_weight = BACKWARD(h, weight, grad_h, grads_y, *arguments)
-    if shares_gradient(ctx.p, *ctx.dtypes):
+    if options.shares_gradient:
         grad_x = grad_residual
     # A norm that nobody reads gives its weight no gradient: zeros would be, to an optimiser that
     # decays weights, another thing.
@@ -368,10 +333,10 @@ def dropout_add_rms_norm(
 
 
 OP = core.Op(
-    public=dropout_add_rms_norm,
-    reference=dropout_add_rms_norm_reference,
-    forward=FORWARD,
-    backward=BACKWARD,
-    supports=supports,
-    prefers_kernel=prefers_kernel,
+    dropout_add_rms_norm,
+    dropout_add_rms_norm_reference,
+    FORWARD,
+    BACKWARD,
+    supports,
+    prefers_kernel,
 )

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from xtrain.ops.launch.launching import launch
+from xtrain.ops.launch import launch
 from xtrain.ops.shared.layout import row_stride
 
 
@@ -81,20 +81,12 @@ def _value_and_slope(gate, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _gated_fwd_kernel(
-    gate_ptr,
-    up_ptr,
-    out_ptr,
-    gate_row_stride,
-    up_row_stride,
-    out_row_stride,
-    n_rows,
-    n_cols,
-    n_col_blocks,
-    ACTIVATION: tl.constexpr,
-    COMPUTE_DTYPE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    gate_ptr, up_ptr, out_ptr,
+    gate_row_stride, up_row_stride, out_row_stride,
+    n_rows, n_cols, n_col_blocks,
+    ACTIVATION: tl.constexpr, COMPUTE_DTYPE: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
-):
+):  # fmt: skip
     rows, first, cols, inside = _tile(n_rows, n_cols, n_col_blocks, BLOCK_ROWS, BLOCK_COLS)
     gate = tl.load(gate_ptr + first + (rows * gate_row_stride + cols), mask=inside, other=0.0)
     up = tl.load(up_ptr + first + (rows * up_row_stride + cols), mask=inside, other=0.0)
@@ -106,24 +98,13 @@ def _gated_fwd_kernel(
 
 @triton.jit
 def _gated_bwd_kernel(
-    grad_out_ptr,
-    gate_ptr,
-    up_ptr,
-    grad_gate_ptr,
-    grad_up_ptr,
-    grad_out_row_stride,
-    gate_row_stride,
-    up_row_stride,
-    grad_gate_row_stride,
+    grad_out_ptr, gate_ptr, up_ptr, grad_gate_ptr, grad_up_ptr,
+    grad_out_row_stride, gate_row_stride, up_row_stride, grad_gate_row_stride,
     grad_up_row_stride,
-    n_rows,
-    n_cols,
-    n_col_blocks,
-    ACTIVATION: tl.constexpr,
-    COMPUTE_DTYPE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    n_rows, n_cols, n_col_blocks,
+    ACTIVATION: tl.constexpr, COMPUTE_DTYPE: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
-):
+):  # fmt: skip
     rows, first, cols, inside = _tile(n_rows, n_cols, n_col_blocks, BLOCK_ROWS, BLOCK_COLS)
     dy_ptrs = grad_out_ptr + first + (rows * grad_out_row_stride + cols)
     dy = tl.load(dy_ptrs, mask=inside, other=0.0)
@@ -201,16 +182,9 @@ def _launch(kernel: triton.JITFunction, tensors: Sequence[Tensor], activation: s
     block_rows, block_cols, num_warps = gated_block_sizes(n_rows, n_cols, itemsize)
     n_col_blocks = triton.cdiv(n_cols, block_cols)
     launch(
-        kernel,
-        (triton.cdiv(n_rows, block_rows) * n_col_blocks,),
-        *tensors,
-        *strides,
-        n_rows,
-        n_cols,
-        n_col_blocks,
+        kernel, (triton.cdiv(n_rows, block_rows) * n_col_blocks,),
+        *tensors, *strides, n_rows, n_cols, n_col_blocks,
         ACTIVATION=activation,
         COMPUTE_DTYPE=tl.float64 if any(t.dtype == torch.float64 for t in tensors) else tl.float32,
-        BLOCK_ROWS=block_rows,
-        BLOCK_COLS=block_cols,
-        num_warps=num_warps,
-    )
+        BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, num_warps=num_warps,
+    )  # fmt: skip

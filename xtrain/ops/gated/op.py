@@ -65,67 +65,52 @@ class Gated:
     backward_packed: torch._ops.OpOverload = field(init=False)
 
     def __post_init__(self) -> None:
-        self.forward, self.backward = self._define_apart()
-        self.forward_packed, self.backward_packed = self._define_packed()
-        core.define_autograd_of_inputs(self.forward, self.backward, num_tensors=2)
-        core.define_autograd_of_inputs(self.forward_packed, self.backward_packed, num_tensors=1)
-
-    def _define_apart(self) -> tuple[torch._ops.OpOverload, torch._ops.OpOverload]:
-        arguments = f"Tensor gate, Tensor up{self.options}, bool opaque=False"
-        forward = core.define_op(
-            f"{self.name}({arguments}) -> Tensor",
+        tensors = "Tensor gate, Tensor up", "Tensor gate_up, str order"
+        apart, packed = (f"{names}{self.options}, bool opaque=False" for names in tensors)
+        self.forward = core.define_op(
+            f"{self.name}({apart}) -> Tensor",
             fake=self._fake,
             decomposition=self.decomposition,
             cpu=self._eager,
             cuda=self._cuda,
         )
-        backward = core.define_op(
-            f"{self.name}_backward(Tensor grad_out, {arguments}) -> (Tensor, Tensor)",
+        self.backward = core.define_op(
+            f"{self.name}_backward(Tensor grad_out, {apart}) -> (Tensor, Tensor)",
             fake=_backward_fake,
             decomposition=self.backward_decomposition,
             cpu=self._backward_eager,
             cuda=self._backward_cuda,
         )
-        return forward, backward
-
-    def _define_packed(self) -> tuple[torch._ops.OpOverload, torch._ops.OpOverload]:
-        arguments = f"Tensor gate_up, str order{self.options}, bool opaque=False"
-        forward = core.define_op(
-            f"{self.name}_packed({arguments}) -> Tensor",
+        self.forward_packed = core.define_op(
+            f"{self.name}_packed({packed}) -> Tensor",
             fake=self._packed_fake,
             decomposition=self.packed_decomposition,
             cpu=self._packed_eager,
             cuda=self._packed_cuda,
         )
-        backward = core.define_op(
-            f"{self.name}_packed_backward(Tensor grad_out, {arguments}) -> Tensor",
-            fake=_packed_backward_fake,
+        self.backward_packed = core.define_op(
+            f"{self.name}_packed_backward(Tensor grad_out, {packed}) -> Tensor",
+            fake=lambda grad_out, gate_up, *constants: torch.empty(
+                gate_up.shape, dtype=gate_up.dtype, device=gate_up.device
+            ),
             decomposition=self.packed_backward_decomposition,
             cpu=self._packed_backward_eager,
             cuda=self._packed_backward_cuda,
         )
-        return forward, backward
+        core.define_derivative(self.forward, self.backward)
+        core.define_derivative(self.forward_packed, self.backward_packed)
 
-    def row(self, public: Callable[..., Tensor], **prefers: Callable[..., bool]) -> core.Op:
-        """Return the row of `OPS` for the op of gate and up apart."""
-        return core.Op(
-            public=public,
-            reference=self.reference,
-            forward=self.forward,
-            backward=self.backward,
-            supports=supports,
-            **prefers,
-        )
-
-    def row_packed(self, public: Callable[..., Tensor]) -> core.Op:
-        """Return the row of `OPS` for the packed op."""
-        return core.Op(
-            public=public,
-            reference=self.reference_packed,
-            forward=self.forward_packed,
-            backward=self.backward_packed,
-            supports=supports_packed,
-            prefers_kernel=prefers_kernel_packed,
+    def rows(
+        self, public: Callable[..., Tensor], packed: Callable[..., Tensor], **apart: Any
+    ) -> tuple[core.Op, core.Op]:
+        """Return the rows of `OPS`; apart: what else the first says."""
+        ops = self.forward, self.backward
+        packed_ops = self.forward_packed, self.backward_packed
+        return (
+            core.Op(public, self.reference, *ops, supports, **apart),
+            core.Op(
+                packed, self.reference_packed, *packed_ops, supports_packed, prefers_kernel_packed
+            ),
         )
 
     # --- the formula ----------------------------------------------------------------------------
@@ -272,17 +257,12 @@ def halves(gate_up: Tensor, order: str) -> tuple[Tensor, Tensor]:
 
 def supports(gate: Tensor, up: Tensor, **options: Any) -> str | None:
     """Return why the Triton kernel cannot take these inputs, or None when it can."""
-    for name, x in (("gate", gate), ("up", up)):
-        if x.dtype not in KERNEL_DTYPES:
-            return f"{name} is {x.dtype}; the kernel takes fp64, fp32, bf16 and fp16"
-    return None if torch_compat.has_triton() else "triton is not installed"
+    return core.kernel_refuses(KERNEL_DTYPES, gate=gate, up=up)
 
 
 def supports_packed(gate_up: Tensor, **options: Any) -> str | None:
     """Return why the Triton kernel cannot take this input, or None when it can."""
-    if gate_up.dtype not in KERNEL_DTYPES:
-        return f"gate_up is {gate_up.dtype}; the kernel takes fp64, fp32, bf16 and fp16"
-    return None if torch_compat.has_triton() else "triton is not installed"
+    return core.kernel_refuses(KERNEL_DTYPES, gate_up=gate_up)
 
 
 def prefers_kernel_packed(gate_up: Tensor, **options: Any) -> bool:
@@ -309,10 +289,6 @@ def _backward_fake(
         torch.empty(gate.shape, dtype=gate.dtype, device=gate.device),
         torch.empty(up.shape, dtype=up.dtype, device=up.device),
     )
-
-
-def _packed_backward_fake(grad_out: Tensor, gate_up: Tensor, *constants: Any) -> Tensor:
-    return torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
 
 
 # --- SwiGLU --------------------------------------------------------------------------------------
@@ -427,8 +403,6 @@ def prefers_kernel_geglu(gate: Tensor, up: Tensor, *, approximate: str = "none")
 
 
 OPS = (
-    SWIGLU.row(swiglu),
-    SWIGLU.row_packed(swiglu_packed),
-    GEGLU.row(geglu, prefers_kernel=prefers_kernel_geglu),
-    GEGLU.row_packed(geglu_packed),
+    *SWIGLU.rows(swiglu, swiglu_packed),
+    *GEGLU.rows(geglu, geglu_packed, prefers_kernel=prefers_kernel_geglu),
 )

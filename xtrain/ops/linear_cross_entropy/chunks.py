@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from xtrain import torch_compat
+from xtrain.ops import core
 from xtrain.ops.core import compute_dtype
 from xtrain.ops.cross_entropy.op import (
     KERNEL_DTYPES,
@@ -26,6 +26,7 @@ from xtrain.ops.cross_entropy.op import (
     factor_of_losses,
     grad_logits_into,
     reduce_losses,
+    rows_by_kernel,
     silent_rows,
     token_losses_into,
     weights_in_loss,
@@ -57,6 +58,23 @@ class Saved(NamedTuple):
         """Return the gradient of each token's loss."""
         weights = weights_in_loss(self.targets, self.token_weights, options, self.lse.dtype)
         return grad_loss.to(self.lse.dtype) * self.factor * weights
+
+
+class Wanted(NamedTuple):
+    """Which gradients are wanted, and how that of the weight is summed."""
+
+    needs_grad_hidden: bool
+    needs_grad_weight: bool
+    weight_grad_accumulation: str  # "fp32" | "same"
+
+    @property
+    def wide(self) -> bool:
+        """Whether the weight's is summed in c."""
+        return self.weight_grad_accumulation == "fp32"
+
+    def in_forward(self, options: Options) -> Wanted:
+        """Return what the forward makes: nothing where each token has an upstream number."""
+        return Wanted(False, False, "same") if options.reduction == "none" else self
 
 
 @dataclass
@@ -169,23 +187,23 @@ def forward_eager(
     targets: Tensor,
     token_weights: Tensor | None,
     options: Options,
-    reduction: str,
-    needs_grad: tuple[bool, bool],
-    accumulate_wide: bool,
+    wanted: Wanted,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return (loss, lse, factor, grad_hidden, grad_weight), the last two [0] where not wanted."""
+    wanted = wanted.in_forward(options)
     c = compute_dtype(hidden.dtype)
     held = held_dtype(hidden.dtype)
     weights = weights_in_loss(targets, token_weights, options, c)
-    factor = factor_of_losses(weights, reduction)
+    factor = factor_of_losses(weights, options)
     losses = torch.empty(targets.shape, dtype=c, device=targets.device)
     lse = torch.empty_like(losses)
     # held fp16 gradients are divided by the sum of the weights when they are handed out
-    scale = weights * factor if any(needs_grad) and held == hidden.dtype else weights
-    grads = new_gradients(hidden, weight, needs_grad, accumulate_wide)
+    made = wanted.needs_grad_hidden or wanted.needs_grad_weight
+    scale = weights * factor if made and held == hidden.dtype else weights
+    grads = new_gradients(hidden, weight, wanted)
     walk(hidden, weight, targets, scale, losses, lse, grads, options)
     grad_hidden, grad_weight = rounded(grads, hidden, held)
-    loss = reduce_losses(losses, weights, factor, reduction)
+    loss = reduce_losses(losses, weights, factor, options)
     return loss, lse, factor, grad_hidden, grad_weight
 
 
@@ -195,27 +213,23 @@ def backward_eager(
     weight: Tensor,
     saved: Saved,
     options: Options,
-    needs_grad: tuple[bool, bool],
-    accumulate_wide: bool,
+    wanted: Wanted,
 ) -> tuple[Tensor, Tensor]:
     """Return (grad_hidden, grad_weight) by computing the logits again."""
     scale = saved.scale(grad_loss, options)
-    grads = new_gradients(hidden, weight, needs_grad, accumulate_wide)
+    grads = new_gradients(hidden, weight, wanted)
     walk(hidden, weight, saved.targets, scale, None, saved.lse, grads, options)
     return rounded(grads, hidden, hidden.dtype)
 
 
-def new_gradients(
-    hidden: Tensor, weight: Tensor, needs_grad: tuple[bool, bool], accumulate_wide: bool
-) -> Gradients:
+def new_gradients(hidden: Tensor, weight: Tensor, wanted: Wanted) -> Gradients:
     """Return memory for the gradients that are wanted, not yet written."""
-    of_hidden, of_weight = needs_grad
     held = held_dtype(hidden.dtype)
-    wide = compute_dtype(hidden.dtype) if accumulate_wide else held
-    grows = not accumulate_wide and weight.device.type == "cuda"
+    dtype = compute_dtype(hidden.dtype) if wanted.wide else held
+    grows = not wanted.wide and weight.device.type == "cuda"
     return Gradients(
-        HiddenGradient(hidden, held, grows=grows) if of_hidden else None,
-        weight.new_empty(weight.shape, dtype=wide) if of_weight else None,
+        HiddenGradient(hidden, held, grows=grows) if wanted.needs_grad_hidden else None,
+        weight.new_empty(weight.shape, dtype=dtype) if wanted.needs_grad_weight else None,
     )
 
 
@@ -282,9 +296,9 @@ def walk(
             buffer = hidden.new_empty((size, stride))
         h, x = hidden[part], buffer[:size, :V]
         torch.mm(h, weight.t(), out=x)
-        wants_grad = grads.hidden is not None or grads.weight is not None
+        grad = None if grads.hidden is None and grads.weight is None else x
         loss_rows = None if losses is None else losses[part]
-        rows_step(x, targets[part], scale[part], loss_rows, lse[part], wants_grad, options)
+        rows_step(x, grad, targets[part], scale[part], loss_rows, lse[part], options)
         if grads.hidden is not None:
             product_into(grads.hidden.part(part), x, weight, add=False)
         if grads.weight is not None:
@@ -316,77 +330,41 @@ def product_into(out: Tensor, a: Tensor, b: Tensor, *, add: bool) -> None:
 
 # --- Rows ----------------------------------------------------------------------------------------
 
-RowFunction = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor, bool, Options], None]
 
-
-def row_function(hidden: Tensor) -> RowFunction:
-    """Return what turns logits into losses and gradients: the kernel, or torch operations."""
+def row_function(hidden: Tensor) -> Callable[..., None]:
+    """Return what turns logits into losses and, where they lie, gradients; see rows_by_torch."""
     if hidden.device.type == "cuda" and why_no_kernel(hidden) is None:
-        return rows_by_kernel
+        return partial(rows_by_kernel, padded=True)
     return rows_by_torch
 
 
 def why_no_kernel(hidden: Tensor) -> str | None:
     """Return why the Triton kernel cannot take these inputs, or None when it can."""
-    if hidden.dtype not in KERNEL_DTYPES:
-        return f"hidden is {hidden.dtype}; the kernel takes fp64, fp32, bf16 and fp16"
-    return None if torch_compat.has_triton() else "triton is not installed"
-
-
-def rows_by_kernel(
-    logits: Tensor,
-    targets: Tensor,
-    scale: Tensor,
-    losses: Tensor | None,
-    lse: Tensor,
-    wants_grad: bool,
-    options: Options,
-) -> None:
-    """Write losses and lse, or read lse; with wants_grad turn logits into their gradient."""
-    import_module("xtrain.ops.cross_entropy.kernel").cross_entropy_rows(
-        logits,
-        logits if wants_grad else None,
-        targets,
-        scale,
-        losses,
-        lse,
-        options,
-        padded=True,
-    )
+    return core.kernel_refuses(KERNEL_DTYPES, hidden=hidden)
 
 
 def rows_by_torch(
     logits: Tensor,
+    grad: Tensor | None,
     targets: Tensor,
     scale: Tensor,
     losses: Tensor | None,
     lse: Tensor,
-    wants_grad: bool,
     options: Options,
 ) -> None:
-    """Do the same in torch operations."""
-    y = logits if options.softcap is None else capped(logits.to(lse.dtype), options.softcap)
+    """Do what cross_entropy_rows of cross_entropy/kernel.py does, in torch operations."""
+    y = logits if options.softcap is None else options.capped(logits.to(lse.dtype))
     silent = silent_rows(targets, scale, options)
     if losses is not None:
         token_losses_into(losses, lse, y, targets, options)
         for result in (losses, lse):  # of tokens that count for nothing
             result.masked_fill_(silent.squeeze(-1), 0.0)
-    if not wants_grad:
+    if grad is None:
         return
     if options.softcap is None:
-        grad_logits_into(logits, y, targets, scale, lse, options)
+        grad_logits_into(grad, y, targets, scale, lse, options)
         return
-    grad = torch.empty_like(y)
-    grad_logits_into(grad, y, targets, scale, lse, options)
-    grad *= cap_derivative(y, options.softcap)
-    logits.copy_(grad.masked_fill_(silent, 0.0))
-
-
-def capped(x: Tensor, softcap: float) -> Tensor:
-    """Return softcap * tanh(x / softcap)."""
-    return softcap * torch.tanh(x / softcap)
-
-
-def cap_derivative(y: Tensor, softcap: float) -> Tensor:
-    """Return the derivative of `capped`, given its result."""
-    return 1.0 - (y / softcap) ** 2
+    of_capped = torch.empty_like(y)
+    grad_logits_into(of_capped, y, targets, scale, lse, options)
+    of_capped *= options.cap_derivative(y)
+    grad.copy_(of_capped.masked_fill_(silent, 0.0))

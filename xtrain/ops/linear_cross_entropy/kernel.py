@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from xtrain.ops.launch.launching import launch
+from xtrain.ops.launch import launch
 
 
 @triton.jit
@@ -55,15 +55,10 @@ def scale(x: Tensor, factor: Tensor, out: Tensor) -> Tensor:
     if x.numel() > 0:
         block, num_programs, num_warps = scale_block_sizes(x.numel(), x.element_size())
         launch(
-            _scale_kernel,
-            (num_programs,),
-            x,
-            out,
-            factor,
-            x.numel(),
+            _scale_kernel, (num_programs,),
+            x, out, factor, x.numel(),
             IN_PLACE=out.data_ptr() == x.data_ptr(),
-            COMPUTE_DTYPE=tl.float64 if x.dtype == torch.float64 else tl.float32,
-            BLOCK=block,
+            COMPUTE_DTYPE=tl.float64 if x.dtype == torch.float64 else tl.float32, BLOCK=block,
             num_warps=num_warps,
-        )
+        )  # fmt: skip
     return out

@@ -39,9 +39,8 @@ from xtrain.ops.cross_entropy.op import (
 )
 from xtrain.ops.linear_cross_entropy.chunks import (
     Saved,
+    Wanted,
     backward_eager,
-    cap_derivative,
-    capped,
     chunk_rows,
     forward_eager,
     held_dtype,
@@ -67,9 +66,9 @@ def linear_cross_entropy_reference(
 
 # --- The form that inductor can see through ------------------------------------------------------
 #
-# Public calls keep the op opaque, whose kernels reuse one buffer of logits. Seen through, the
-# tokens are cut into at most MAX_CHUNKS pieces, each with logits of its own; where their number is
-# a symbol there is one piece. The backward of a gradient that the forward made is one
+# On a GPU public calls keep the op opaque, whose kernels reuse one buffer of logits. Seen through,
+# the tokens are cut into at most MAX_CHUNKS pieces, each with logits of its own; where their number
+# is a symbol there is one piece. The backward of a gradient that the forward made is one
 # multiplication, which inductor fuses with what comes next.
 
 
@@ -79,44 +78,37 @@ def forward_decomposition(
     targets: Tensor,
     token_weights: Tensor | None,
     options: Options,
-    reduction: str,
-    needs_grad: tuple[bool, bool],
-    wide: bool,
+    wanted: Wanted,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return (loss, lse, factor, grad_hidden, grad_weight) as the op does."""
     c, held = compute_dtype(hidden.dtype), held_dtype(hidden.dtype)
     weights = weights_in_loss(targets, token_weights, options, c)
-    factor = factor_of_losses(weights, reduction)
+    factor = factor_of_losses(weights, options)
     parts = [
         _token_losses(x, t, s, options) for _, x, t, s in _chunks(hidden, weight, targets, weights)
     ]
-    losses = _joined([part[0] for part in parts]).view(targets.shape)
-    lse = _joined([part[1] for part in parts]).view(targets.shape)
+    losses, lse = (_joined(list(part)).view(targets.shape) for part in zip(*parts, strict=True))
     scale = weights * factor if held == hidden.dtype else weights
-    grads = _gradients(hidden, weight, targets, scale, lse, options, needs_grad, wide, held)
-    return reduce_losses(losses, weights, factor, reduction), lse, factor, *grads
+    wanted = wanted.in_forward(options)
+    grads = _gradients(hidden, weight, targets, scale, lse, options, wanted, held)
+    return reduce_losses(losses, weights, factor, options), lse, factor, *grads
 
 
 def backward_decomposition(
-    grad_loss: Tensor,
-    saved: Saved,
-    options: Options,
-    needs_grad: tuple[bool, bool],
-    wide: bool,
-    dtype: torch.dtype,
+    grad_loss: Tensor, saved: Saved, options: Options, wanted: Wanted, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Return (grad_hidden, grad_weight) as the op does."""
-    hidden, weight, targets, _, lse, factor, *made = saved
-    if hidden is None or weight is None:
-        upstream = upstream_of(grad_loss, factor, dtype)
-        grads = zip(made, needs_grad, strict=True)
+    if saved.hidden is None or saved.weight is None:
+        upstream = upstream_of(grad_loss, saved.factor, dtype)
+        made = (saved.grad_hidden, saved.grad_weight)
         first, second = (
-            scaled(grad, upstream, dtype) if wanted else grad.new_empty(0, dtype=dtype)
-            for grad, wanted in grads
+            scaled(grad, upstream, dtype) if needed else grad.new_empty(0, dtype=dtype)
+            for grad, needed in zip(made, wanted[:2], strict=True)
         )
         return first, second
     scale = saved.scale(grad_loss, options)
-    return _gradients(hidden, weight, targets, scale, lse, options, needs_grad, wide, dtype)
+    inputs = saved.hidden, saved.weight, saved.targets
+    return _gradients(*inputs, scale, saved.lse, options, wanted, dtype)
 
 
 def upstream_of(grad_loss: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -159,9 +151,7 @@ def _token_losses(
     x: Tensor, targets: Tensor, scale: Tensor, options: Options
 ) -> tuple[Tensor, Tensor]:
     """Return (l [n], lse [n]) in c; l is 0 where scale is."""
-    y = x.to(scale.dtype)
-    y = y if options.softcap is None else capped(y, options.softcap)
-    losses, lse = token_losses(y, targets, options)
+    losses, lse = token_losses(options.capped(x.to(scale.dtype)), targets, options)
     silent = silent_rows(targets, scale, options).squeeze(-1)
     return torch.where(silent, 0.0, losses), torch.where(silent, 0.0, lse)
 
@@ -173,21 +163,20 @@ def _gradients(
     scale: Tensor,
     lse: Tensor,
     options: Options,
-    needs_grad: tuple[bool, bool],
-    wide: bool,
+    wanted: Wanted,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Return (grad_hidden, grad_weight) in dtype, [0] where not wanted."""
     of_hidden, of_weight = [], None
-    if any(needs_grad):
+    if wanted.needs_grad_hidden or wanted.needs_grad_weight:
         lse_parts = lse.view(-1)
         for h, x, t, s in _chunks(hidden, weight, targets, scale):
             part, lse_parts = lse_parts[: h.shape[0]], lse_parts[h.shape[0] :]
             dx = _grad_logits(x, t, s, part, options)
-            if needs_grad[0]:
+            if wanted.needs_grad_hidden:
                 of_hidden.append(_product(dx, weight, dtype))
-            if needs_grad[1]:
-                term = _product(dx.t(), h, scale.dtype if wide else dtype)
+            if wanted.needs_grad_weight:
+                term = _product(dx.t(), h, scale.dtype if wanted.wide else dtype)
                 of_weight = term if of_weight is None else of_weight + term
     nothing = hidden.new_empty(0, dtype=dtype)
     return (
@@ -200,11 +189,10 @@ def _grad_logits(
     x: Tensor, targets: Tensor, scale: Tensor, lse: Tensor, options: Options
 ) -> Tensor:
     """Return d loss / d x in x's dtype."""
-    y = x.to(lse.dtype)
-    y = y if options.softcap is None else capped(y, options.softcap)
+    y = options.capped(x.to(lse.dtype))
     grad = grad_logits(y, targets, scale, lse, options)
     if options.softcap is not None:
-        grad = grad * cap_derivative(y, options.softcap)
+        grad = grad * options.cap_derivative(y)
         grad = torch.where(silent_rows(targets, scale, options), 0.0, grad)
     return grad.to(x.dtype)
 
@@ -217,41 +205,22 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 # --- The op --------------------------------------------------------------------------------------
 
 
-def _forward_arguments(
-    hidden: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor | None, *rest: Any
-) -> Any:
-    *options, reduction, of_hidden, of_weight, accumulation = rest
-    whole = reduction != "none"
-    needs_grad = (whole and of_hidden, whole and of_weight)
-    tensors = (hidden, weight, targets, token_weights)
-    return *tensors, Options(*options), reduction, needs_grad, accumulation == "fp32"
-
-
-def _backward_arguments(grad_loss: Tensor, *args: Any) -> Any:
-    num_saved = len(Saved._fields)
-    *options, of_hidden, of_weight, accumulation, dtype = args[num_saved:]
-    needs_grad = (of_hidden, of_weight)
-    saved = Saved(*args[:num_saved])
-    return grad_loss, saved, Options(*options), needs_grad, accumulation == "fp32", dtype
-
-
 def _fake(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
     token_weights: Tensor | None,
     options: Options,
-    reduction: str,
-    needs_grad: tuple[bool, bool],
-    wide: bool,
+    wanted: Wanted,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     c, held = compute_dtype(hidden.dtype), held_dtype(hidden.dtype)
+    wanted = wanted.in_forward(options)
     return (
-        hidden.new_empty(() if reduction != "none" else targets.shape, dtype=c),
+        hidden.new_empty(() if options.reduction != "none" else targets.shape, dtype=c),
         hidden.new_empty(targets.shape, dtype=c),
         hidden.new_empty((), dtype=c),
-        hidden.new_empty(hidden.shape if needs_grad[0] else (0,), dtype=held),
-        hidden.new_empty(weight.shape if needs_grad[1] else (0,), dtype=held),
+        hidden.new_empty(hidden.shape if wanted.needs_grad_hidden else (0,), dtype=held),
+        hidden.new_empty(weight.shape if wanted.needs_grad_weight else (0,), dtype=held),
     )
 
 
@@ -270,38 +239,28 @@ def _forward(
 
 
 def _backward_fake(
-    grad_loss: Tensor,
-    saved: Saved,
-    options: Options,
-    needs_grad: tuple[bool, bool],
-    wide: bool,
-    dtype: torch.dtype,
+    grad_loss: Tensor, saved: Saved, options: Options, wanted: Wanted, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     like_hidden = saved.grad_hidden if saved.hidden is None else saved.hidden
     like_weight = saved.grad_weight if saved.weight is None else saved.weight
     return (
-        saved.lse.new_empty(like_hidden.shape if needs_grad[0] else (0,), dtype=dtype),
-        saved.lse.new_empty(like_weight.shape if needs_grad[1] else (0,), dtype=dtype),
+        saved.lse.new_empty(like_hidden.shape if wanted.needs_grad_hidden else (0,), dtype=dtype),
+        saved.lse.new_empty(like_weight.shape if wanted.needs_grad_weight else (0,), dtype=dtype),
     )
 
 
-def _backward_kernel(
-    grad_loss: Tensor,
-    saved: Saved,
-    options: Options,
-    needs_grad: tuple[bool, bool],
-    wide: bool,
-    dtype: torch.dtype,
+def _backward_eager(
+    grad_loss: Tensor, saved: Saved, options: Options, wanted: Wanted, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     hidden, weight = saved.hidden, saved.weight
     if hidden is None or weight is None:
         upstream = upstream_of(grad_loss, saved.factor, dtype)
         return (
-            _scaled(saved.grad_hidden, upstream, needs_grad[0], dtype),
-            _scaled(saved.grad_weight, upstream, needs_grad[1], dtype),
+            _scaled(saved.grad_hidden, upstream, wanted.needs_grad_hidden, dtype),
+            _scaled(saved.grad_weight, upstream, wanted.needs_grad_weight, dtype),
         )
     with torch.autocast(hidden.device.type, enabled=False):
-        return backward_eager(grad_loss, hidden, weight, saved, options, needs_grad, wide)
+        return backward_eager(grad_loss, hidden, weight, saved, options, wanted)
 
 
 def _scaled(held: Tensor, upstream: Tensor, wanted: bool, dtype: torch.dtype) -> Tensor:
@@ -314,15 +273,15 @@ def _scaled(held: Tensor, upstream: Tensor, wanted: bool, dtype: torch.dtype) ->
 
 
 _OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float? softcap, "
-_GRADIENTS = "bool needs_grad_hidden, bool needs_grad_weight, str weight_grad_accumulation, "
+_WANTED = "bool needs_grad_hidden, bool needs_grad_weight, str weight_grad_accumulation, "
 
 FORWARD = core.define_op(
     "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor targets, Tensor? token_weights, "
     + _OPTIONS
     + "str reduction, "
-    + _GRADIENTS
+    + _WANTED
     + "bool opaque=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    arguments=_forward_arguments,
+    records=(Options, Wanted),
     fake=_fake,
     decomposition=forward_decomposition,
     cpu=_forward,
@@ -333,13 +292,13 @@ BACKWARD = core.define_op(
     "Tensor targets, Tensor? token_weights, Tensor lse, Tensor factor, Tensor grad_hidden, "
     "Tensor grad_weight, "
     + _OPTIONS
-    + _GRADIENTS
+    + _WANTED
     + "ScalarType dtype, bool opaque=False) -> (Tensor, Tensor)",
-    arguments=_backward_arguments,
+    records=(Saved, Options, Wanted),
     fake=_backward_fake,
     decomposition=backward_decomposition,
-    cpu=_backward_kernel,
-    cuda=_backward_kernel,
+    cpu=_backward_eager,
+    cuda=_backward_eager,
 )
 
 
@@ -436,8 +395,8 @@ def linear_cross_entropy(
               Wijmans et al. 2024. Soft-cap: Gemma 2, 2024. Otherwise as `cross_entropy`.
     """
     hidden, weight = _as_linear_casts(hidden), _as_linear_casts(weight)
-    options = Options(ignore_index, label_smoothing, z_loss, softcap)
-    check_inputs(hidden, weight, targets, token_weights, options, reduction)
+    options = Options(ignore_index, label_smoothing, z_loss, softcap, reduction)
+    check_inputs(hidden, weight, targets, token_weights, options)
     if weight_grad_accumulation not in ACCUMULATIONS:
         raise ValueError(
             f"linear_cross_entropy: weight_grad_accumulation must be one of {ACCUMULATIONS}, got "
@@ -445,7 +404,7 @@ def linear_cross_entropy(
         )
     wants_grad = torch.is_grad_enabled() and reduction != "none"
     last = (
-        *(*options, reduction),
+        *options,
         *(wants_grad and hidden.requires_grad, wants_grad and weight.requires_grad),
         weight_grad_accumulation,
         core.opaque(prefers_kernel, hidden, weight, targets),
@@ -471,7 +430,6 @@ def check_inputs(
     targets: Tensor,
     token_weights: Tensor | None,
     options: Options,
-    reduction: str,
 ) -> None:
     """Raise ValueError, with the values, for what `linear_cross_entropy` cannot compute."""
     name = "linear_cross_entropy"
@@ -490,7 +448,7 @@ def check_inputs(
             f"{name}: hidden, weight and targets must be on one device, got {hidden.device}, "
             f"{weight.device} and {targets.device}"
         )
-    check_options(name, targets, token_weights, options, reduction)
+    check_options(name, targets, token_weights, options)
     if hidden.shape[:-1] != targets.shape or weight.shape[0] == 0:
         raise ValueError(
             f"{name}: hidden must be targets' shape and a last dimension D, weight at least one "
@@ -510,10 +468,10 @@ def prefers_kernel(*_: Any, **__: Any) -> bool:
 
 
 OP = core.Op(
-    public=linear_cross_entropy,
-    reference=linear_cross_entropy_reference,
-    forward=FORWARD,
-    backward=BACKWARD,
-    supports=supports,
-    prefers_kernel=prefers_kernel,
+    linear_cross_entropy,
+    linear_cross_entropy_reference,
+    FORWARD,
+    BACKWARD,
+    supports,
+    prefers_kernel,
 )

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from importlib import import_module
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -115,11 +114,9 @@ def supports(x: Tensor, weight: Tensor, eps: float = 1e-6, *, cast: str = "llama
 def row_kernel_refuses(**tensors: Tensor) -> str | None:
     """Return why kernels that hold whole rows in registers cannot take these tensors, or None."""
     for name, tensor in tensors.items():
-        if tensor.dtype not in KERNEL_DTYPES:
-            return f"{name} is {tensor.dtype}; the kernel takes fp32, bf16 and fp16"
         if tensor.shape[-1] > MAX_COLS:
             return f"{name} has {tensor.shape[-1]} columns; the kernel takes up to {MAX_COLS}"
-    return None if torch_compat.has_triton() else "triton is not installed"
+    return core.kernel_refuses(KERNEL_DTYPES, **tensors)
 
 
 def prefers_kernel(x: Tensor, weight: Tensor, eps: float = 1e-6, *, cast: str = "llama") -> bool:
@@ -166,10 +163,10 @@ def _cuda(
     dtype = out_dtype or rounds_to
     if x.numel() == 0 or dtype not in KERNEL_DTYPES or supports(x, weight) is not None:
         return _eager(x, weight, eps, cast, out_dtype)
-    launch = import_module("xtrain.ops.rms_norm.kernel").rms_norm_fwd
+    launch = import_module("xtrain.ops.rms_norm.kernel").norm_fwd
     order = memory_order(x)
-    rows = in_rows(x.permute(order))
-    y = launch(*rows, weight.contiguous(), eps, cast == "llama", rounds_to, dtype)
+    (x,) = in_rows(x.permute(order))
+    _, y = launch(x, None, weight.contiguous(), None, eps, cast == "llama", rounds_to, dtype)
     return y.permute(inverse(order))
 
 
@@ -194,10 +191,11 @@ def _backward_cuda(
 ) -> tuple[Tensor, Tensor]:
     if x.numel() == 0 or row_kernel_refuses(grad_out=grad_out, x=x, weight=weight) is not None:
         return _backward_eager(grad_out, x, weight, eps, cast)
-    launch = import_module("xtrain.ops.rms_norm.kernel").rms_norm_bwd
+    launch = import_module("xtrain.ops.rms_norm.kernel").norm_bwd
     order = memory_order(x)
-    rows = in_rows(grad_out.permute(order), x.permute(order))
-    grad_x, grad_weight = launch(*rows, weight.contiguous(), eps, cast == "llama")
+    grad_out, x = in_rows(grad_out.permute(order), x.permute(order))
+    rest = weight.contiguous(), None, eps, cast == "llama", None, x.dtype
+    _, grad_x, grad_weight = launch(None, [grad_out], x, *rest, alone=True)
     return grad_x.permute(inverse(order)), grad_weight
 
 
@@ -219,19 +217,7 @@ BACKWARD = core.define_op(
 )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, ctx.eps, ctx.cast, _, ctx.opaque = inputs
-    ctx.save_for_backward(x, weight)
-
-
-def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight = ctx.saved_tensors
-    grads = BACKWARD(grad_out, x, weight, ctx.eps, ctx.cast, ctx.opaque)
-    return *grads, None, None, None, None
-
-
-core.define_autograd(FORWARD, _backward, _setup_context)
-core.forbid_second_derivative(BACKWARD)
+core.define_derivative(FORWARD, BACKWARD)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, cast: str = "llama") -> Tensor:
@@ -253,11 +239,4 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, cast: str = "llama
     return FORWARD(x, weight, eps, cast, None, opaque)
 
 
-OP = core.Op(
-    public=rms_norm,
-    reference=rms_norm_reference,
-    forward=FORWARD,
-    backward=BACKWARD,
-    supports=supports,
-    prefers_kernel=prefers_kernel,
-)
+OP = core.Op(rms_norm, rms_norm_reference, FORWARD, BACKWARD, supports, prefers_kernel)

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from xtrain.ops.launch.launching import launch
+from xtrain.ops.launch import launch
 from xtrain.ops.shared.layout import empty_in, memory_order
 
 
@@ -39,42 +39,17 @@ def _rows(q, k, batch, token, head, n_heads, HAS_K: tl.constexpr):
 
 @triton.jit
 def _rope_fwd_kernel(
-    q_ptr,
-    k_ptr,
-    out_q_ptr,
-    out_k_ptr,
-    cos_ptr,
-    sin_ptr,
-    q_batch_stride,
-    q_head_stride,
-    q_token_stride,
-    k_batch_stride,
-    k_head_stride,
-    k_token_stride,
-    out_q_batch_stride,
-    out_q_head_stride,
-    out_q_token_stride,
-    out_k_batch_stride,
-    out_k_head_stride,
-    out_k_token_stride,
-    table_batch_stride,
-    table_token_stride,
-    n_tokens,
-    n_heads,
-    n_all_heads,
-    n_token_blocks,
-    n_head_blocks,
-    HAS_K: tl.constexpr,
-    PAIRS: tl.constexpr,
-    REST: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    INVERSE: tl.constexpr,
-    COMPUTE_DTYPE: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK_PAIRS: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
-):
+    q_ptr, k_ptr, out_q_ptr, out_k_ptr, cos_ptr, sin_ptr,
+    q_batch_stride, q_head_stride, q_token_stride,
+    k_batch_stride, k_head_stride, k_token_stride,
+    out_q_batch_stride, out_q_head_stride, out_q_token_stride,
+    out_k_batch_stride, out_k_head_stride, out_k_token_stride,
+    table_batch_stride, table_token_stride,
+    n_tokens, n_heads, n_all_heads, n_token_blocks, n_head_blocks,
+    HAS_K: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr,
+    INVERSE: tl.constexpr, COMPUTE_DTYPE: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, BLOCK_REST: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0)
     first_head = program % n_head_blocks * BLOCK_HEADS
     program = program // n_head_blocks
@@ -159,34 +134,21 @@ def rope_rows(
     q_and_k = [*rows, *rows][:2]  # the kernel looks at no k where there is none
     out_q_and_k = [*outs, *outs][:2]
     launch(
-        _rope_fwd_kernel,
-        (B * n_token_blocks * n_head_blocks,),
-        *q_and_k,
-        *out_q_and_k,
-        cos,
-        sin,
+        _rope_fwd_kernel, (B * n_token_blocks * n_head_blocks,),
+        *q_and_k, *out_q_and_k, cos, sin,
         *(stride for x in (*q_and_k, *out_q_and_k) for stride in _row_strides(x)),
-        cos.stride(0) if cos.dim() == 3 else 0,
-        cos.stride(-2),
-        T,
-        N,
-        n_all_heads,
-        n_token_blocks,
-        n_head_blocks,
-        HAS_K=len(inputs) == 2,
-        PAIRS=pairs,
-        REST=H - 2 * pairs,
-        INTERLEAVED=layout == "interleaved",
-        INVERSE=inverse,
+        cos.stride(0) if cos.dim() == 3 else 0, cos.stride(-2),
+        T, N, n_all_heads, n_token_blocks, n_head_blocks,
+        HAS_K=len(inputs) == 2, PAIRS=pairs, REST=H - 2 * pairs,
+        INTERLEAVED=layout == "interleaved", INVERSE=inverse,
         COMPUTE_DTYPE=tl.float64 if outs[0].dtype == torch.float64 else tl.float32,
-        BLOCK_TOKENS=block_tokens,
-        BLOCK_HEADS=block_heads,
+        BLOCK_TOKENS=block_tokens, BLOCK_HEADS=block_heads,
         BLOCK_PAIRS=triton.next_power_of_2(pairs),
         BLOCK_REST=triton.next_power_of_2(max(H - 2 * pairs, 1)),
         num_warps=num_warps,
         # which product would be fused into the sum depends on the strides
         enable_fp_fusion=False,
-    )
+    )  # fmt: skip
     return outs
 
 

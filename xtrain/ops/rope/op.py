@@ -30,7 +30,7 @@ from xtrain.ops.core import compute_dtype
 from xtrain.ops.shared.layout import empty_in, inverse, memory_order
 
 LAYOUTS = ("half", "interleaved")
-KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+KERNEL_DTYPES = (*core.FLOATS, torch.float64)
 Join = Callable[[list[Tensor], Tensor], Tensor]  # (turned parts, x) -> the parts, then x's rest
 
 
@@ -141,10 +141,7 @@ def _rows_fit(x: Tensor, table: Tensor) -> bool:
 
 def supports(x: Tensor, cos: Tensor, sin: Tensor, *, layout: str = "half") -> str | None:
     """Return why the Triton kernel cannot take these inputs, or None when it can."""
-    for name, t in (("x", x), ("cos", cos), ("sin", sin)):
-        if t.dtype not in KERNEL_DTYPES:
-            return f"{name} is {t.dtype}; the kernel takes fp64, fp32, bf16 and fp16"
-    return None if torch_compat.has_triton() else "triton is not installed"
+    return core.kernel_refuses(KERNEL_DTYPES, x=x, cos=cos, sin=sin)
 
 
 def supports_qk(
@@ -317,19 +314,5 @@ def rope_qk(
     return FORWARD_QK(q, k, cos, sin, layout, opaque)
 
 
-OP = core.Op(
-    public=rope,
-    reference=rope_reference,
-    forward=FORWARD,
-    backward=BACKWARD,
-    supports=supports,
-    prefers_kernel=prefers_kernel,
-)
-OP_QK = core.Op(
-    public=rope_qk,
-    reference=rope_qk_reference,
-    forward=FORWARD_QK,
-    backward=BACKWARD_QK,
-    supports=supports_qk,
-    prefers_kernel=prefers_kernel_qk,
-)
+OP = core.Op(rope, rope_reference, FORWARD, BACKWARD, supports, prefers_kernel)
+OP_QK = core.Op(rope_qk, rope_qk_reference, FORWARD_QK, BACKWARD_QK, supports_qk, prefers_kernel_qk)

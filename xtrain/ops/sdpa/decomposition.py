@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -111,13 +111,7 @@ def plan_of(options: Options, q: Tensor, k: Tensor) -> Plan:
 
 
 def choose_kernel(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    options: Options,
-    plan: Plan,
-    *,
-    backward: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, options: Options, plan: Plan, *, backward: bool = False
 ) -> tuple[library.Kernel | None, str]:
     """Return (the library kernel to use, "") or (None, why the scores are formed here)."""
     bias, _, is_causal = plan
@@ -137,16 +131,9 @@ def choose_kernel(
     return kernel, ""
 
 
-def _chosen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    options: Options,
-    plan: Plan,
-    *,
-    backward: bool = False,
-) -> library.Kernel | None:
-    kernel, reason = choose_kernel(q, k, v, options, plan, backward=backward)
+def _noticed(q: Tensor, k: Tensor, choice: tuple[library.Kernel | None, str]) -> Any:
+    """Return the kernel of what `choose_kernel` chose; say it where there is none."""
+    kernel, reason = choice
     grouped = bool(q.shape[1] != k.shape[1])
     if kernel is None and (grouped or q.device.type != "cpu") and q.numel() > 0:
         _notice(reason, str(q.dtype), grouped)
@@ -184,7 +171,7 @@ def _grouped(x: Tensor, kv: Tensor) -> Tensor:
 def sdpa_decomposition(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """Return (out, lse [B, N, T] in c) through a library kernel where one serves."""
     plan = bias, empty, is_causal = plan_of(options, q, k)
-    kernel = _chosen(q, k, v, options, plan)
+    kernel = _noticed(q, k, choose_kernel(q, k, v, options, plan))
     if kernel is not None:
         out, lse = library.forward(kernel, q, k, v, bias, is_causal, options.scale)
     else:
@@ -212,7 +199,7 @@ def sdpa_backward_decomposition(
     plan = bias, empty, is_causal = plan_of(options, q, k)
     if empty is not None:
         grad_out = grad_out.masked_fill(empty, 0.0)
-    kernel = _chosen(q, k, v, options, plan, backward=True)
+    kernel = _noticed(q, k, choose_kernel(q, k, v, options, plan, backward=True))
     if kernel is not None:
         grads = library.backward(
             kernel, grad_out, q, k, v, bias, out, lse, is_causal, options.scale

@@ -90,26 +90,6 @@ def sdpa_reference(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Tensor:
 # --- The op: each function takes the tensors and one record of options ---------------------------
 
 
-def _forward_arguments(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any) -> Any:
-    return q, k, v, Options(*rest, **named)
-
-
-def _backward_arguments(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    *rest: Any,
-    documents: Tensor | None = None,
-) -> Any:
-    causal, scale, window, softcap, need_mask_grad, *last = rest
-    options = Options(mask, causal, scale, window, softcap, *(last or [documents]))
-    return grad_out, q, k, v, options, out, lse, need_mask_grad
-
-
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     return empty_in_layout(q, v.shape[3]), lse_like(q)
 
@@ -180,7 +160,7 @@ def backward_by_kernels(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (grad_q, grad_k, grad_v) by our kernels; out and lse from any backend."""
     grad_q, grad_k, grad_v = (empty_in_layout(x, x.shape[3]) for x in (q, k, v))
-    launch = import_module("xtrain.ops.sdpa.backward_kernel").sdpa_bwd
+    launch = import_module("xtrain.ops.sdpa.kernel").sdpa_bwd
     grads = (grad_q, grad_k, grad_v)
     launch(grad_out, q, k, v, options.within(k.shape[2]), out, lse, grads)
     return grads
@@ -189,7 +169,7 @@ def backward_by_kernels(
 FORWARD = core.define_op(
     "sdpa(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float scale, int? window, "
     "float? softcap, Tensor? documents=None, bool opaque=False) -> (Tensor, Tensor)",
-    arguments=_forward_arguments,
+    records=(Options,),
     fake=_forward_fake,
     decomposition=sdpa_decomposition,
     cpu=_forward_eager,
@@ -200,7 +180,7 @@ BACKWARD = core.define_op(
     "sdpa_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, "
     "Tensor lse, bool causal, float scale, int? window, float? softcap, bool need_mask_grad, "
     "Tensor? documents=None, bool opaque=False) -> (Tensor, Tensor, Tensor, Tensor)",
-    arguments=_backward_arguments,
+    records=(Options,),
     fake=_backward_fake,
     decomposition=sdpa_backward_decomposition,
     cpu=_backward_eager,
@@ -209,25 +189,7 @@ BACKWARD = core.define_op(
 )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, mask, *ctx.options, documents, ctx.opaque = inputs
-    out, lse = output
-    ctx.mark_non_differentiable(lse)
-    ctx.save_for_backward(q, k, v, mask, documents, out, lse)
-
-
-def _backward(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, mask, documents, out, lse = ctx.saved_tensors
-    need_mask_grad = ctx.needs_input_grad[3]
-    *grads, grad_mask = BACKWARD(
-        *(grad_out, q, k, v, mask, out, lse),
-        *(*ctx.options, need_mask_grad, documents, ctx.opaque),
-    )
-    return (*grads, grad_mask if need_mask_grad else None, *(None,) * 6)
-
-
-core.define_autograd(FORWARD, _backward, _setup_context)
-core.forbid_second_derivative(BACKWARD)
+core.define_derivative(FORWARD, BACKWARD, outputs=("out", "lse"))
 
 
 def sdpa(
@@ -395,11 +357,4 @@ def backend_of(
     return choose_kernel(q, k, v, options, plan_of(options, q, k))
 
 
-OP = core.Op(
-    public=sdpa,
-    reference=sdpa_reference,
-    forward=FORWARD,
-    backward=BACKWARD,
-    supports=supports,
-    prefers_kernel=prefers_kernel,
-)
+OP = core.Op(sdpa, sdpa_reference, FORWARD, BACKWARD, supports, prefers_kernel)

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from xtrain.ops.launch.launching import launch
+from xtrain.ops.launch import launch
 from xtrain.ops.sdpa.decomposition import Options
 
 LOG2_E = 1.4426950408889634
@@ -38,8 +38,71 @@ class Blocks:
 FP32_BLOCKS = Blocks(32, 32, 4, 1)
 
 
-def constants(options: Options, q: Tensor, v: Tensor, tma: bool) -> dict[str, Any]:
-    """Return the compile-time arguments that all three kernels take."""
+def sdpa_fwd_block_sizes(width: int, itemsize: int, arch: int) -> Blocks:
+    """Return the tiles of the forward kernel for a head block of `width` elements.
+
+    Args:  width: the wider of the two head blocks; arch: 90 for sm_90.
+
+    Softmax leaves the tensor cores idle unless another program fills them: up to head dim 64 tiles
+    are small enough for three programs on an SM (H200, B8 H16 S2048 D64: 334 TFLOP/s, with 128 rows
+    298). Wider heads take 128 rows and eight warps, so that k and v are read half as often.
+    """
+    if itemsize == 4:
+        return FP32_BLOCKS
+    if width <= 64:
+        return Blocks(64, 64, 4, 3)
+    if arch in (90, 100):
+        return Blocks(128, 64, 8, 3) if width <= 128 else Blocks(128, 64, 8, 2)
+    # Tensor cores that read registers (sm_8x, sm_12x), and 99 KiB of shared memory on the least.
+    return Blocks(64, 64, 4, 2) if width <= 128 else Blocks(64, 32, 4, 2)
+
+
+def sdpa_bwd_q_block_sizes(width: int, itemsize: int, arch: int) -> Blocks:
+    """Return the tiles of the kernel of grad_q; arguments as for forward.
+
+    As in forward: small tiles for several programs on an SM up to head dim 64 (446 TFLOP/s, with
+    128 rows 421), then 128 rows. Beyond 128, q, grad_out and their tiles of k and v fill the shared
+    memory at 64 rows. The other architectures take what spills least.
+    """
+    if itemsize == 4:
+        return FP32_BLOCKS
+    if arch == 90:
+        if width <= 64:
+            return Blocks(64, 64, 4, 3)
+        return Blocks(128, 64, 8, 3) if width <= 128 else Blocks(64, 64, 4, 2)
+    if arch == 100:
+        return Blocks(64, 64, 4, 2) if width <= 128 else Blocks(64, 32, 4, 2)
+    if width <= 64:
+        return Blocks(64, 64, 4, 2)
+    return Blocks(64, 32, 4, 2) if width <= 128 else Blocks(64, 32, 4, 1)
+
+
+def sdpa_bwd_kv_block_sizes(width: int, itemsize: int, arch: int) -> Blocks:
+    """Return the tiles of the kernel of grad_k and grad_v; arguments as for forward.
+
+    Two results of [BLOCK_N, head block] stay in registers. Up to head dim 64 narrow tiles of scores
+    leave room for them in four warps (348 TFLOP/s, with 64 queries and eight warps 280); wider
+    heads take eight warps. The other architectures take what spills least.
+    """
+    if itemsize == 4:
+        return FP32_BLOCKS if width <= 64 else Blocks(32, 16, 4, 1)
+    if arch == 90:
+        if width <= 64:
+            return Blocks(128, 32, 4, 3)
+        return Blocks(128, 64, 8, 3) if width <= 128 else Blocks(64, 64, 8, 2)
+    if arch == 100:
+        if width <= 64:
+            return Blocks(64, 64, 4, 2)
+        return Blocks(64, 32, 8, 2) if width <= 128 else Blocks(64, 32, 8, 1)
+    if width <= 64:
+        return Blocks(64, 32, 4, 2)
+    return Blocks(64, 32, 8, 2) if width <= 128 else Blocks(32, 32, 4, 1)
+
+
+def constants(
+    options: Options, q: Tensor, v: Tensor, tma: bool, blocks: Blocks, walked: int
+) -> dict[str, Any]:
+    """Return what all three kernels are compiled for; walked: the length that is cut into steps."""
     return {
         "CAUSAL": options.causal,
         "WINDOW": options.window is not None,
@@ -53,6 +116,9 @@ def constants(options: Options, q: Tensor, v: Tensor, tma: bool) -> dict[str, An
         "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
         "TMA": tma,
         "DOCUMENTS": options.documents is not None,
+        "EVEN": walked % blocks.step == 0,
+        "num_warps": blocks.num_warps,
+        "num_stages": blocks.num_stages,
     }
 
 
@@ -132,19 +198,10 @@ def tiled(x: Tensor, rows: int, tma: bool) -> Any:
 
 @triton.jit
 def load_tile(
-    source,
-    offset,
-    stride,
-    b,
-    head,
-    start,
-    n_rows,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TMA: tl.constexpr,
+    source, offset, stride, b, head, start, n_rows,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr,
     EDGE: tl.constexpr,
-):
+):  # fmt: skip
     """Rows [start, start + ROWS) of one head, as [ROWS, BLOCK]; zeros outside.
 
     offset: of (b, head) from source, 64-bit. EDGE: rows at and past n_rows may be asked for.
@@ -214,17 +271,9 @@ def score(products, inner, SOFTCAP: tl.constexpr, NEGATE: tl.constexpr, PRECISIO
 
 @triton.jit
 def sees(
-    i,
-    j,
-    ids_i,
-    ids_j,
-    T,
-    S,
-    window,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
-):
+    i, j, ids_i, ids_j, T, S, window,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
+):  # fmt: skip
     """Whether query i sees key j; i, j and the documents' ids broadcast against each other."""
     visible = j < S
     if CAUSAL:
@@ -238,19 +287,12 @@ def sees(
 
 @triton.jit
 def sees_keys(
-    i,
-    start,
-    own_ids,
+    i, start, own_ids,
     ids_ptr,
     ids_t_stride,
-    T,
-    S,
-    window,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    T, S, window,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """Whether queries i, of documents own_ids, see keys from start on: [queries, BLOCK_N]."""
     j = start + tl.arange(0, BLOCK_N)
     key_ids = 0
@@ -340,20 +382,14 @@ def narrow(ranges_ptr, low, full_low, full_high, high):
 
 @triton.jit
 def keys_of_queries(
-    first,
-    i,
+    first, i,
     ids_ptr,
     ids_t_stride,
     ranges_ptr,
-    T,
-    S,
-    window,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    T, S, window,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-):
+):  # fmt: skip
     """(documents of queries i, and the keys that they may see, as `steps` rounds them).
 
     i: [first, first + BLOCK_M); ids_ptr of their batch row, ranges_ptr of their block.

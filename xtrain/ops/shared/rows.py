@@ -21,9 +21,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from xtrain.ops.launch.launching import launch
+from xtrain.ops.launch import launch
 from xtrain.ops.shared.casts import widened
 from xtrain.ops.shared.layout import row_strides
+from xtrain.ops.shared.random_words import GAMMA, random_words
 
 
 @triton.jit
@@ -94,6 +95,25 @@ def load_tile(
         at = tl.max_contiguous(first[:, None] + cols[None, :], [1, VEC])
         tile = tile + (tl.load(ptr + at, mask=mask, other=0.0),)
     return tile
+
+
+@triton.jit
+def chunk_words(
+    seed,
+    offset,
+    rows,
+    chunk: tl.constexpr,
+    CHUNK: tl.constexpr,
+    VEC: tl.constexpr,
+    N_COLS: tl.constexpr,
+):
+    """Return the random words of one chunk of the rows.
+
+    index * GAMMA = (offset + row * D) * GAMMA + col * GAMMA: a multiplication per row, not element.
+    """
+    cols = chunk_cols(chunk, CHUNK, VEC)
+    row_counter = (offset + (rows * N_COLS).to(tl.uint64)) * GAMMA
+    return random_words(seed, row_counter[:, None], cols[None, :], VEC)
 
 
 @triton.jit

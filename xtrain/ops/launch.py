@@ -1,4 +1,4 @@
-"""Calls of Triton kernels from inductor's code, at a fraction of what they cost the host eagerly.
+"""How kernels are launched: at once; from inductor's code, at a fraction of the cost to the host.
 
 A call of an op goes through torch's dispatcher, the Python of its implementation, and Triton's own
 launcher, which looks at each argument to find the kernel compiled for them; a GPU that has little
@@ -37,15 +37,16 @@ run(tensors, pointers, device) -> what the op returns, such as
         start0((p0, p1 + 256, p2, 128, None, None), stream)
         return t2
 
-In this file: Replayed and Site, which are called; Recording, what an implementation does, written
-down; the plans that are made of it.
+In this file: launch, by which every kernel starts; Replayed and Site, which inductor's code calls;
+Recording, what an implementation does, written down; the plans that are made of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from importlib import import_module
-from typing import Any
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -53,6 +54,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from xtrain import torch_compat
+
+if TYPE_CHECKING:
+    import triton
 
 Plan = Callable[[list[Tensor], list[int], int], Any]
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
@@ -67,6 +71,35 @@ _EMPTY = (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.defau
 CALLS: dict[str, Replayed] = {}  # by the op's name; what inductor's code calls, or from SITES
 MAX_PLANS = 1024  # of an op; only changing shapes make more, and then the oldest are long dead
 ALIGNMENT = 16  # bytes: Triton compiles for addresses that are multiples of it, and for others
+
+
+class _OfThread(threading.local):
+    note: Callable[[tuple[Any, ...]], None] | None = None
+
+
+_of_thread = _OfThread()
+
+
+def launch(
+    kernel: triton.JITFunction, grid: tuple[int, ...], /, *args: Any, **options: Any
+) -> None:
+    """Do kernel[grid](*args, **options), and note it where somebody records what an op launches.
+
+    Every kernel goes through here: one that did not would be missing where its op is replayed.
+    """
+    compiled = kernel[grid](*args, **options)
+    if _of_thread.note is not None:
+        _of_thread.note((kernel, compiled, grid, args, options))
+
+
+@contextmanager
+def noting(note: Callable[[tuple[Any, ...]], None]) -> Iterator[None]:
+    """Call `note` with each launch that this thread makes inside the context."""
+    _of_thread.note = note
+    try:
+        yield
+    finally:
+        _of_thread.note = None
 
 
 class Replayed:
@@ -120,9 +153,8 @@ class Replayed:
     def _record(self, key: tuple[Any, ...], args: Any, kwargs: Any) -> Any:
         # objects of their own: one tensor given twice is two arguments, which may differ next time
         args = pytree.tree_map_only(Tensor, torch.Tensor.detach, args)
-        launching = import_module("xtrain.ops.launch.launching")
         recording = Recording(pytree.tree_leaves(args))
-        with torch.no_grad(), launching.noting(recording.note_launch), recording:
+        with torch.no_grad(), noting(recording.note_launch), recording:
             result = self._implementation(*args, **kwargs)
         if len(self._plans) >= MAX_PLANS:
             self._plans.clear()
@@ -212,7 +244,7 @@ class Recording(TorchDispatchMode):
         return result
 
     def note_launch(self, launch: tuple[Any, ...]) -> None:
-        """Take down a launch, as launching.py notes it."""
+        """Take down a launch, as `launch` notes it."""
         self._steps.append(launch)
 
     def plan(self, result: Any) -> Plan | None:
