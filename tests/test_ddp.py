@@ -21,6 +21,8 @@ from xtrain.compiler.step_keys import first_sample
 from xtrain.model import Config, Transformer
 
 SEED = 99
+# One pair of processes does the work of three tests, on whatever machine.
+pytestmark = pytest.mark.timeout(1200)
 
 
 def run_on_two_ranks(function, *args):
@@ -35,7 +37,7 @@ def run_on_two_ranks(function, *args):
     ]
     for worker in workers:
         worker.start()
-    results = dict(queue.get(timeout=540) for _ in workers)
+    results = dict(queue.get(timeout=1100) for _ in workers)
     for worker in workers:
         worker.join(timeout=60)
     for rank, (error, _) in sorted(results.items()):
