@@ -9,17 +9,20 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from drift_models import Rowwise, decoder, gpt2, llama, next_up, prompts, subject, tokens
 from training import running
 
-from bench.drift.records import machines
+from bench.drift.records import Machines, name_of
+from bench.report import render
 from xtrain import drift
 from xtrain.drift import Record, compare
 from xtrain.drift.bisect import Plan, _record_arguments, parse_all
 from xtrain.drift.cli import build_parser, main
+from xtrain.drift.comparison.drift_report import size_text
 from xtrain.drift.recording.forwards import record_prompts
 from xtrain.drift.settings import Run, check_use
 
@@ -426,16 +429,27 @@ def test_a_stdout_that_takes_nothing_is_one_line(records):
 # --- the study's section on records of another machine -------------------------------------------
 
 
+def section(work, others, pieces, tokens):
+    """The study's section as its template makes it."""
+    return render(
+        Path(__file__).parents[2] / "bench/drift/machines.md.jinja",
+        machines=Machines.of(work, others, pieces),
+        args=SimpleNamespace(tokens=tokens),
+        name_of=name_of,
+        size_of=size_text,
+    )
+
+
 def test_the_section_of_the_study(tmp_path, capfd):
     shared = ["tiny", "--tokens=2", "--num-prompts=2", "--threads=1"]
     for name, *flags in (("devices",), ("bf16", "--dtype=bf16"), ("other", "--seed=1")):
         assert main(["record", f"--out={tmp_path}/{name}.drift", *shared, *flags]) == 0
-    text = machines(tmp_path, [tmp_path / "bf16.drift"], [])
+    text = section(tmp_path, [tmp_path / "bf16.drift"], [], 2)
     row = next(line for line in text.splitlines() if "bf16 |" in line).split("|")
     assert row[3].strip() == "embedding: aten.embedding" and "(" in row[4]
     assert int(row[7]) <= 4 and "2 built-in prompts x 2 tokens" in text
     with pytest.raises(SystemExit, match=r"other\.drift: other"):
-        machines(tmp_path, [tmp_path / "other.drift"], [])
+        section(tmp_path, [tmp_path / "other.drift"], [], 2)
 
 
 def test_the_trained_run_on_two_machines(tmp_path, capfd):
@@ -452,7 +466,7 @@ def test_the_trained_run_on_two_machines(tmp_path, capfd):
         made.append(tmp_path / f"{out}.drift")
         arguments = ["record", "tiny", "--tokens=12", "--threads=1", f"--out={made[-1]}", *flags]
         assert main([*arguments, f"--prompts={tmp_path}/{listed}.json"]) == 0
-    text = machines(tmp_path, made[2:], made[:2])
+    text = section(tmp_path, made[2:], made[:2], 12).strip()
     row = [cell.strip() for cell in text.splitlines()[-1].split("|")]
     assert row[1].endswith("bf16") and row[2] == "embedding: aten.embedding" and row[3] == "3"
     assert "drawn by NumPy" not in text and "12 tokens each" in text
