@@ -104,6 +104,8 @@ def test_values_do_not_depend_on_the_layout(name, layout, device):
                 dys = [make(*t.shape) if t.dim() else torch.ones_like(t) for t in wanted]
                 dys = [dy.to(t.dtype) for dy, t in zip(dys, wanted, strict=True)]
             leaves = wanting_gradients(given)
+            if name == "cross_entropy":  # a token that counts for nothing has no lse that is read
+                outs[1] = outs[1].masked_fill(given[1] == given[3], 0.0)
             found.append([*outs, *torch.autograd.grad(wanted, leaves, dys)])
             dys = [dy.contiguous() for dy in dys]
         for result, expected in zip(*found, strict=True):

@@ -304,7 +304,7 @@ def walk(
         if grads.weight is not None:
             product_into(grads.weight, x.t(), h, add=not grads.empty)
             grads.empty = False
-        del x  # or the memory of its buffer could not go
+        del x, grad  # or the memory of their buffer could not go
 
 
 def as_matrix(x: Tensor) -> Tensor:
