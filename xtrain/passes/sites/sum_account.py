@@ -308,12 +308,10 @@ class SumAccount:
                 return SumEntry(add, "left", EARLIER_VALUE)
         return None
 
-    def _is_stream(self, addend: fx.Node, root: fx.Node, *, even_computed: bool = False) -> bool:
+    def _is_stream(self, addend: fx.Node, root: fx.Node) -> bool:
         """Whether an addend is another stream than the one of `root`, or carries that one on.
 
         It is a form of a site's sum that does not depend on root, or that has it from its stream.
-
-        Args:     even_computed: or that is computed from it by parameters.
         """
         labels = self.ways.labels(addend, set())
         carried = [n for n, label in labels.items() if label.nearest != COMPUTED]
@@ -323,9 +321,7 @@ class SumAccount:
             inner = self.ways.labels(node, set()).get(root)
             if inner is None:
                 return True
-            if inner.nearest == COMPUTED and not even_computed:
-                continue
-            if not self._is_taken_off(root, node, carried):
+            if inner.nearest != COMPUTED and not self._is_taken_off(root, node, carried):
                 return True
         return False
 
@@ -370,7 +366,7 @@ class SumAccount:
 
     def _is_network(self, add: fx.Node, branch: fx.Node, root: fx.Node) -> bool:
         """Whether an addend is more than one branch: a stream that sums of its own have made."""
-        return self._is_stream(branch, root, even_computed=True) or any(
+        return self._is_stream(branch, root) or any(
             self._hides_a_sum(add, branch, root, value) for value in self.ways.carried(root)
         )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -48,7 +48,8 @@ from xtrain.passes.sites.sums import held_operands, stack_summed_by
 # Where the value of a node comes from: how near it stays to the source of an edge.
 CARRIES, ALONE, COMPUTED = 0, 1, 2
 _STACKS = frozenset({"stack", "cat", "concat", "concatenate"})
-_LAYER = re.compile(r"(?P<list>.*?)\b(?P<number>\d+)\b")  # the outermost number in a path
+# A module by the outermost number in its path, and whether the path goes on to one inside of it.
+_LAYER = re.compile(r"(?P<list>.*?)\b(?P<number>\d+)\b(?P<inside>\.?)")
 _CHUNKS = frozenset({"chunk", "split", "split_with_sizes", "tensor_split", "unbind"})
 
 
@@ -271,13 +272,18 @@ class Ways:
         """A value and all that it comes from."""
         return set(reach([node]))
 
-    def runs_through_layers(self, nodes: Iterable[fx.Node]) -> bool:
-        """Whether of nodes in running order some of one numbered module read those of another."""
+    def runs_through_layers(self, nodes: Sequence[fx.Node]) -> bool:
+        """Whether of nodes in running order some of one layer read those of another.
+
+        Layers are members of one list of modules that hold others: no list of matrices.
+        """
+        found = {node: at for node in nodes if (at := _LAYER.match(module_path(node)))}
+        lists = {at["list"] for at in found.values() if at["inside"]}
         passed: dict[fx.Node, set[tuple[str, str]]] = {}
         for node in nodes:
             layers = set().union(*(passed.get(n, ()) for n in node.all_input_nodes))
-            if found := _LAYER.match(module_path(node)):
-                own = found["list"], found["number"]
+            if (at := found.get(node)) and at["list"] in lists:
+                own = at["list"], at["number"]
                 if any(layer[0] == own[0] and layer != own for layer in layers):
                     return True
                 layers.add(own)
