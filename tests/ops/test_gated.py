@@ -38,11 +38,13 @@ def test_forward_rounds_once(dtype, act, device):
     gate = gate if act is ACTIVATIONS["silu"] else gate.clamp(-2, 8)
     out, rounded_twice = act.apart(gate, up).double(), act.plain(gate, up).double()
     right = act.truth(gate, up, dy)[0]
-    # Half the distance between neighbours of this size, and what fp32 adds to it.
+    # Half the distance between neighbours of this size, and what fp32 adds to it: a last digit of
+    # the gate's factor, which is a sum of about 1 (in a tail, 1 + erf cancels).
     half_ulp = torch.finfo(dtype).eps / 2 * torch.exp2(right.abs().log2().floor())
     limit = half_ulp.clamp(min=torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2)
-    assert ((out - right).abs() <= limit * 1.001).all()
-    assert ((rounded_twice - right).abs() > limit * 1.001).any()
+    limit = limit * 1.001 + torch.finfo(torch.float32).eps * (gate.double() * up.double()).abs()
+    assert ((out - right).abs() <= limit).all()
+    assert ((rounded_twice - right).abs() > limit).any()
 
 
 def test_forward_mixed_dtypes(act):
