@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections import Counter
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ from torch import nn
 
 import xtrain
 from xtrain.compiler import SiteError
+from xtrain.passes.sites.ways import Ways
 
 ATTENTION = Step(branch="attention")
 
@@ -536,3 +538,23 @@ def test_the_oracle_draws_what_it_is_asked_for():
     assert (plain - dropped).abs().max() > 0.1
     with pytest.raises(SiteError, match="no residual site"):
         xtrain.compile(nn.Sequential(nn.Linear(D, D)), dropout=P, seed=0, backend="eager")(x())
+
+
+def test_the_work_on_a_site_does_not_grow_with_the_layers_before_it(monkeypatch):
+    """What the account asks of a graph, a further layer as the ones before."""
+    calls = Counter()
+    for name in ("labels", "between", "beside", "reading"):
+        real = getattr(Ways, name)
+
+        def counted(self, *args, real=real):
+            calls["all"] += 1
+            return real(self, *args)
+
+        monkeypatch.setattr(Ways, name, counted)
+    asked = []
+    for num_layers in (2, 4, 6):
+        calls.clear()
+        model = nn.Sequential(*(Block() for _ in range(num_layers)))
+        xtrain.compile(model, dropout=P, seed=SEED, backend="eager")(x())
+        asked.append(calls["all"])
+    assert asked[1] - asked[0] == asked[2] - asked[1] > 0

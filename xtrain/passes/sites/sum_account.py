@@ -366,25 +366,22 @@ class SumAccount:
 
     def _is_network(self, add: fx.Node, branch: fx.Node, root: fx.Node) -> bool:
         """Whether an addend is more than one branch: a stream that sums of its own have made."""
-        return self._is_stream(branch, root) or any(
-            self._hides_a_sum(add, branch, root, value) for value in self.ways.carried(root)
-        )
+        return self._is_stream(branch, root) or self._hides_a_sum(add, branch, root)
 
-    def _hides_a_sum(self, add: fx.Node, branch: fx.Node, root: fx.Node, value: fx.Node) -> bool:
-        """Whether a sum that is no site carries a stream on inside of a branch, behind its root.
+    def _hides_a_sum(self, add: fx.Node, branch: fx.Node, root: fx.Node) -> bool:
+        """Whether a sum that is no site carries the stream of root on inside of a branch.
 
-        It adds to a form of the value, which root is a form of, and is carried by the branch; or
-        what it adds is all computed, as experts are, or a convolution and what that reads, but by
-        layers that follow one another.
+        It adds to a form of what root carries, and is carried by the branch; or what it adds is all
+        computed, as experts are, or a convolution and what that reads, but by layers that follow
+        one another.
         """
-        before = self.ways.ancestors(root)
-        members = [n for n in self.ways.between(value, branch)[0] if n not in before]
+        nodes = self.ways.beside(root, branch)
+        if not any(map(self._is_open_sum, nodes)):
+            return False
+        carried = self.ways.carried(root)
+        members = self.ways.reading(carried, nodes)
         is_all_computed = False
-        for inner in members:
-            stack = stack_summed_by(inner)
-            is_known = self.branches.get(inner) or (stack and self.branches.get(stack))
-            if is_known or len(self.ways.addends(inner)) < 2:
-                continue
+        for inner in filter(self._is_open_sum, members):
             shared = self._common(inner)
             if shared is None:
                 continue
@@ -392,11 +389,17 @@ class SumAccount:
             if not any(label.is_skip for label in known):
                 is_all_computed = True
             elif not all(label.is_skip for label in known):
-                own = self.ways.labels(inner, set()).get(value)
-                here = self.ways.labels(branch, set()).get(inner)
-                if own and here and not own.is_computed and not here.is_computed:
+                own, here = (self.ways.labels(n, set()) for n in (inner, branch))
+                goes_on = inner in here and not here[inner].is_computed
+                if goes_on and any(n in own and not own[n].is_computed for n in carried):
                     return True
-        return is_all_computed and self.ways.runs_through_layers([*reversed(members), add])
+        return is_all_computed and self.ways.runs_through_layers([*members, add])
+
+    def _is_open_sum(self, node: fx.Node) -> bool:
+        """Whether a node adds up activations and is no site."""
+        stack = stack_summed_by(node)
+        is_known = self.branches.get(node) or (stack is not None and self.branches.get(stack))
+        return not is_known and len(self.ways.addends(node)) > 1
 
     def goes_on(self, add: fx.Node) -> bool:
         """Whether a sum reaches a result as a stream does: by no way through parameters alone."""
