@@ -187,3 +187,12 @@ class Stack(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x
+
+
+def in_training(model, compile_it=xtrain.compile, **keywords):
+    """Compile a model, as it is, to train; torch's generator begins anew."""
+    torch.manual_seed(0)
+    return compile_it(
+        model.train(),
+        **{"dropout": P, "seed": 0, "backend": "eager", "dynamic": False, **keywords},
+    )

@@ -1,4 +1,4 @@
-"""The reports of training steps, from made-up outcomes whose figures are known."""
+"""Reports of training steps and of the drift study, from outcomes whose figures are known."""
 
 from __future__ import annotations
 
@@ -8,16 +8,20 @@ import re
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from bench import drift_study
 from bench import report as bench_report
-from bench.drift.records import Margins
+from bench.drift.records import Machines, Margins, name_of
 from bench.train import report as train_report
 from bench.train.report import Results, build_report, draw_losses
 from bench.train.turns import Outcome, Plan
 from bench.train.variants import KINDS, LLAMA_SHAPES, Setting
+from xtrain.drift import compare
+from xtrain.drift.cli import main as drift_main
+from xtrain.drift.comparison.drift_report import size_text
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -244,3 +248,52 @@ def test_the_page_of_the_drift_study():
     ):
         assert said in page, said
     assert "\n\n\n" not in page
+
+
+# --- the study's section on records of another machine -------------------------------------------
+
+
+def section(work, others, pieces, tokens):
+    """The study's section as its template makes it."""
+    return bench_report.render(
+        ROOT / "bench/drift/machines.md.jinja",
+        machines=Machines.of(work, others, pieces),
+        args=SimpleNamespace(tokens=tokens),
+        name_of=name_of,
+        size_of=size_text,
+    )
+
+
+def test_the_section_of_the_study(tmp_path, capfd):
+    shared = ["tiny", "--tokens=2", "--num-prompts=2", "--threads=1"]
+    for name, *flags in (("devices",), ("bf16", "--dtype=bf16"), ("other", "--seed=1")):
+        assert drift_main(["record", f"--out={tmp_path}/{name}.drift", *shared, *flags]) == 0
+    text = section(tmp_path, [tmp_path / "bf16.drift"], [], 2)
+    row = next(line for line in text.splitlines() if "bf16 |" in line).split("|")
+    assert row[3].strip() == "embedding: aten.embedding" and "(" in row[4]
+    assert int(row[7]) <= 4 and "2 built-in prompts x 2 tokens" in text
+    with pytest.raises(SystemExit, match=r"other\.drift: other"):
+        section(tmp_path, [tmp_path / "other.drift"], [], 2)
+
+
+def test_the_trained_run_on_two_machines(tmp_path, capfd):
+    """Its pieces find their partners by their prompts, and each setting is one row."""
+    (tmp_path / "first.json").write_text("[[1, 2, 3], [4, 5, 6]]")
+    (tmp_path / "second.json").write_text("[[7, 8]]")
+    made = []
+    for out, listed, *flags in (
+        ("a_1", "second"),
+        ("a_0", "first"),
+        ("b_0", "first", "--dtype=bf16"),
+        ("b_1", "second", "--dtype=bf16"),
+    ):
+        made.append(tmp_path / f"{out}.drift")
+        arguments = ["record", "tiny", "--tokens=12", "--threads=1", f"--out={made[-1]}", *flags]
+        assert drift_main([*arguments, f"--prompts={tmp_path}/{listed}.json"]) == 0
+    text = section(tmp_path, made[2:], made[:2], 12).strip()
+    row = [cell.strip() for cell in text.splitlines()[-1].split("|")]
+    assert row[1].endswith("bf16") and row[2] == "embedding: aten.embedding" and row[3] == "3"
+    assert "drawn by NumPy" not in text and "12 tokens each" in text
+    comparisons = [compare(a, b) for a, b in ((made[1], made[2]), (made[0], made[3]))]
+    shifts = [place.shift for c in comparisons for place in c.positions]
+    assert row[4] == str(len(shifts)) and row[5] == f"{max(shifts):.3g}"

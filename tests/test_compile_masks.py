@@ -1,4 +1,4 @@
-"""Masks follow the samples and the modules: where the batch lies, which modules train, what calls.
+"""Masks follow the samples: where the batch lies in a model's values.
 
 Where a model keeps its samples outermost, rows 2 and 3 of a batch of 4 named by first_sample=2 are
 rows 2 and 3 of the whole batch; where that cannot be shown, ValueError. Never other masks.
@@ -6,17 +6,14 @@ rows 2 and 3 of the whole batch; where that cannot be shown, ValueError. Never o
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 import torch
 import torch.nn.functional as F
-from branch_oracle import both
+from branch_oracle import both, in_training
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import xtrain
-from xtrain.compiler import SiteError
 
 
 class Block(nn.Module):
@@ -57,14 +54,6 @@ def cut(compiled, x, at=2, **more):
     first = compiled(x[:at], **more)
     compiled.set_step(2, at)
     return torch.equal(torch.cat((first, compiled(x[at:], **more))), whole)
-
-
-def made(model, compile_it=xtrain.compile, **keywords):
-    torch.manual_seed(0)
-    return compile_it(
-        model.train(),
-        **{"dropout": 0.5, "seed": 0, "backend": "eager", "dynamic": False, **keywords},
-    )
 
 
 def windows_first(x):  # [B, 2 W, D] -> [W * B, 2, D]
@@ -116,12 +105,12 @@ def test_samples_that_are_not_outermost_are_refused(name):
     """Leading sizes are multiples of the batch here, and say nothing."""
     said = r"site layers\.0\.feed_forward.*shape \(.*batch of 2.*first_sample=2"
     with pytest.raises(ValueError, match=said):
-        cut(made(Model(NOT_OUTERMOST[name])), torch.randn(4, 8, 16))
+        cut(in_training(Model(NOT_OUTERMOST[name])), torch.randn(4, 8, 16))
 
 
 @pytest.mark.parametrize("name", OUTERMOST)
 def test_samples_that_stay_outermost_keep_their_masks(name):
-    assert cut(made(Model(OUTERMOST[name])), torch.randn(4, 6, 16))
+    assert cut(in_training(Model(OUTERMOST[name])), torch.randn(4, 6, 16))
 
 
 class Conditioned(Model):
@@ -134,7 +123,7 @@ class Conditioned(Model):
 @pytest.mark.parametrize("turned", [False, True])
 def test_arguments_that_disagree_on_where_the_samples_lie_are_refused(turned):
     """One is [4, 6, D] and the other [6, 4, D]: the leading size of either could be the batch."""
-    compiled = made(Conditioned())
+    compiled = in_training(Conditioned())
     compiled.set_step(2, 2)
     condition = torch.randn(6, 4, 16) if turned else torch.randn(4, 6, 16)
     if not turned:
@@ -148,7 +137,7 @@ def test_attention_over_the_leading_dimension_shows_that_it_holds_no_samples():
     """A model that takes [T, B, D]: what attends to one another is no batch."""
     model = Model(lambda x: x.transpose(0, 1), lambda x: x.transpose(0, 1), attends=True)
     with pytest.raises(ValueError, match="first_sample=2"):
-        cut(made(model), torch.randn(4, 6, 16))
+        cut(in_training(model), torch.randn(4, 6, 16))
 
 
 class Breaking(Model):
@@ -171,10 +160,10 @@ class Checkpointed(Model):
 @pytest.mark.parametrize("kind", [Breaking, Checkpointed])
 def test_pieces_and_checkpointed_bodies_know_where_the_samples_are(kind):
     x = torch.randn(4, 6, 16)
-    assert cut(made(kind()), x)
+    assert cut(in_training(kind()), x)
     torch._dynamo.reset()
     with pytest.raises(ValueError, match="first_sample=2"):
-        cut(made(kind(NOT_OUTERMOST["length first"])), x)
+        cut(in_training(kind(NOT_OUTERMOST["length first"])), x)
 
 
 class Between(Model):
@@ -265,12 +254,12 @@ IN_ORDER = {
 @pytest.mark.parametrize("name", REORDERED)
 def test_a_batch_that_a_graph_reorders_is_refused(name):
     with pytest.raises(ValueError, match=r"site layers\.1\.feed_forward.*first_sample=2"):
-        cut(made(Between(REORDERED[name])), torch.randn(4, 6, 16))
+        cut(in_training(Between(REORDERED[name])), torch.randn(4, 6, 16))
 
 
 @pytest.mark.parametrize("name", sorted(IN_ORDER.keys() - OUTERMOST.keys()))
 def test_a_batch_that_a_graph_keeps_in_order_keeps_its_masks(name):
-    assert cut(made(Between(IN_ORDER[name])), torch.randn(4, 6, 16))
+    assert cut(in_training(Between(IN_ORDER[name])), torch.randn(4, 6, 16))
 
 
 def placed(kind):
@@ -284,8 +273,8 @@ def placed(kind):
         return set_to[0](x)
 
     if kind == "between blocks":
-        return made(Between(apply), xtrain.compile_blocks, dynamic=True), set_to
-    return made(Between(torch.compiler.disable(apply)), dynamic=True), set_to
+        return in_training(Between(apply), xtrain.compile_blocks, dynamic=True), set_to
+    return in_training(Between(torch.compiler.disable(apply)), dynamic=True), set_to
 
 
 EAGER = pytest.mark.parametrize("kind", ["between blocks", "behind a graph break"])
@@ -343,7 +332,7 @@ def test_the_order_of_arguments_does_not_say_which_is_the_batch(what, length):
         "table": {"table": torch.randn(length, 16)},
     }[what]
     x = torch.randint(16, (4, length))
-    compiled = made(Positions())
+    compiled = in_training(Positions())
     compiled.set_step(2, 0)
     whole = compiled(x, **more)
     for arguments in ({"x": x[2:], **more}, {**more, "x": x[2:]}):
@@ -359,263 +348,9 @@ def test_transformers_keep_their_masks_when_a_batch_is_cut(compile_it):
         vocab_size=32, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
     )
     ids = torch.randint(32, (4, 8))
-    compiled = made(transformers.GPT2LMHeadModel(config), compile_it)
+    compiled = in_training(transformers.GPT2LMHeadModel(config), compile_it)
     results = []
     for start, stop in ((0, 4), (0, 1), (1, 4)):
         compiled.set_step(1, start)
         results.append(compiled(input_ids=ids[start:stop]).logits)
     assert torch.allclose(torch.cat(results[1:]), results[0], atol=1e-6)
-
-
-# --- modules that train and modules that do not -------------------------------------------------
-
-
-class Parts(nn.Module):
-    """A block whose two branches are modules, as transformers' are."""
-
-    def __init__(self):
-        super().__init__()
-        self.attn = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.Linear(16, 16))
-        self.mlp = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
-
-    def forward(self, x):
-        x = x + self.attn(x)
-        return x + self.mlp(x)
-
-
-class Inner(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(Parts() for _ in range(3))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-class Top(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.model, self.head = Inner(), nn.Linear(16, 16)
-
-    def forward(self, x):
-        return self.head(self.model(x))
-
-
-def by_hooks(model, x, step, p=0.5, seed=0):
-    """The output with dropout where a branch's module trains, by forward hooks on plain PyTorch."""
-    handles = []
-    for layer, block in enumerate(model.model.layers):
-        for name, site in (("attn", "feed_forward"), ("mlp", "feed_forward_2")):
-
-            def drop(module, inputs, output, key=(layer, site)):
-                if not module.training:
-                    return output
-                return xtrain.ops.dropout(output, p, xtrain.rng.site_seed(seed, step, *key))
-
-            handles.append(getattr(block, name).register_forward_hook(drop))
-    out = model(x)
-    for handle in handles:
-        handle.remove()
-    return out
-
-
-def _frozen_block(c):
-    c.model.layers[0].eval()
-
-
-def _one_branch(c):
-    c.model.layers[1].attn.eval()
-
-
-def _all_blocks(c):
-    c.model.eval()
-
-
-def _top_alone(c):
-    c.eval()
-    c.model.train()
-
-
-def _one_in_eval(c):
-    c.eval()
-    c.model.layers[1].train()
-
-
-CHOICES = {
-    _frozen_block: 4,
-    _one_branch: 5,
-    _all_blocks: 0,
-    _top_alone: 6,
-    _one_in_eval: 2,
-}
-
-
-@both
-def test_a_modules_own_mode_decides_for_the_sites_inside_it(compile_it):
-    """As for nn.Dropout in it; one graph more serves every choice, the ordinary one stays."""
-    compiled = made(Top(), compile_it)
-    x = torch.randn(2, 4, 16, requires_grad=True)  # as what later blocks are handed
-    graphs = []
-    for step, choose in enumerate([*CHOICES, nn.Module.train, *CHOICES]):
-        compiled.train()
-        choose(compiled)
-        want = by_hooks(
-            compiled.inner if compile_it is xtrain.compile else _plain(compiled), x, step
-        )
-        compiled.set_step(step)
-        got = compiled(x)
-        assert len(compiled.last_executed_sites) == CHOICES.get(choose, 6), choose.__name__
-        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6, msg=choose.__name__)
-        graphs.append(compiled.report().num_train_graphs)
-    assert graphs[len(CHOICES)] == graphs[-1] == 2, "no graph for each choice"
-    with torch.no_grad():
-        compiled.eval()(x)
-    assert compiled.last_executed_sites == () and len(compiled.report().sites) == 6
-
-
-def _plain(compiled):
-    """A copy of the model whose blocks run their own code, in the modes of the original."""
-    torch.manual_seed(0)
-    plain = Top()
-    plain.load_state_dict(compiled.state_dict())
-    modes = {name: module.training for name, module in compiled.inner.named_modules()}
-    for name, module in plain.named_modules():
-        module.training = modes[name]
-    return plain
-
-
-def test_gradients_of_a_block_in_eval_mode_are_those_without_dropout():
-    compiled = made(Top(), backend="aot_eager")
-    compiled.model.layers[0].eval()
-    x = torch.randn(2, 4, 16)
-    compiled(x).sum().backward()
-    plain = _plain(compiled)
-    by_hooks(plain, x, 0).sum().backward()
-    for ours, theirs in zip(compiled.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad)
-
-
-# --- what goes past the dropout -----------------------------------------------------------------
-
-
-class WithLoss(Model):
-    def loss(self, x):
-        return self(x).sum()
-
-    def names(self):
-        return [name for name, _ in self.named_parameters()]
-
-
-@both
-def test_gradients_in_eval_mode_are_warned_of_once(compile_it, recwarn):
-    compiled = made(Model(), compile_it)
-    x = torch.randn(2, 4, 16)
-    compiled.eval()
-    with torch.no_grad():
-        compiled(x)
-    with torch.inference_mode():
-        compiled(x)
-    assert not recwarn.list
-    with pytest.warns(UserWarning, match=r"gradients in eval mode.*0\.5.*model\.train\(\)"):
-        compiled(x)
-    recwarn.clear()
-    compiled(x)
-    compiled.train()(x)
-    assert not recwarn.list
-
-
-@both
-def test_a_method_that_trains_past_the_compiled_forward_is_warned_of_once(compile_it, recwarn):
-    compiled = made(WithLoss(), compile_it)
-    x = torch.randn(2, 4, 16)
-    compiled(x)
-    compiled.names()
-    with torch.no_grad():
-        compiled.loss(x)
-    compiled.inner.loss(x)  # whoever asks for the inner model gets it
-    assert not recwarn.list
-    with pytest.warns(UserWarning, match=r"WithLoss\.loss called the model past its compiled forw"):
-        compiled.loss(x)
-    recwarn.clear()
-    compiled.loss(x)
-    compiled.eval()
-    with torch.no_grad():
-        compiled.loss(x)
-    assert not recwarn.list
-
-
-# --- what a compiled model cannot be called in, or can ------------------------------------------
-
-
-@both
-def test_a_torch_compile_around_a_compiled_model_runs_its_graphs(compile_it, capsys):
-    compiled = made(Model(), compile_it)
-    x = torch.randn(2, 4, 16)
-    want = compiled(x)
-    compiled.set_step(0)
-    assert torch.equal(torch.compile(compiled, backend="eager")(x), want)
-    assert len(compiled.last_executed_sites) == 2
-    compiled.compile(backend="eager")
-    compiled.set_step(0)
-    assert torch.equal(compiled(x), want)
-    assert "Exception ignored" not in capsys.readouterr().err
-
-
-@both
-def test_function_transforms_nested_tensors_and_meta_are_refused_by_name(compile_it):
-    compiled = made(Model(), compile_it)
-    x = torch.randn(2, 4, 16)
-    for transform in (torch.func.vmap(compiled), lambda t: torch.func.jvp(compiled, (t,), (t,))):
-        with pytest.raises(RuntimeError, match=r"compiled Model.*function transform.*whole batch"):
-            transform(x)
-    nested = torch.nested.nested_tensor([x[0], x[1, :3]], layout=torch.jagged)
-    with pytest.raises(TypeError, match=r"compiled Model was given a nested tensor.*pad its rows"):
-        compiled(nested)
-    with torch.device("meta"):
-        empty = Model()
-    with pytest.raises(RuntimeError, match=r"layers\.0\.norm\.weight of Model is on the meta dev"):
-        made(empty, compile_it)(x)
-
-
-class Jagged(Model):
-    def forward(self, x):
-        rows = torch.nested.as_nested_tensor([x[0, :3], x[1]], layout=torch.jagged)
-        for layer in self.layers:
-            rows = layer(rows)
-        return rows.values()
-
-
-@both
-def test_a_nested_tensor_made_inside_a_model_is_refused_in_a_sentence(compile_it):
-    with pytest.raises(
-        SiteError, match=r"nested tensor that the model makes.*pad its rows"
-    ) as told:
-        made(Jagged(), compile_it)(torch.randn(2, 4, 16))
-    assert "\n" not in str(told.value)
-
-
-@both
-def test_code_that_no_import_finds_compiles(compile_it, tmp_path):
-    """Dynamo imports the module of what it traces by name; torch.compile runs such a model."""
-    (tmp_path / "hidden.py").write_text(
-        "import torch.nn as nn, torch.nn.functional as F\n"
-        "class Block(nn.Module):\n"
-        "    def __init__(self):\n"
-        "        super().__init__(); self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)\n"
-        "    def forward(self, x): return x + self.b(F.gelu(self.a(x)))\n"
-        "class Model(nn.Module):\n"
-        "    def __init__(self):\n"
-        "        super().__init__(); self.layers = nn.ModuleList([Block(), Block()])\n"
-        "    def forward(self, x):\n"
-        "        for layer in self.layers: x = layer(x)\n"
-        "        return F.silu(x)\n"
-    )
-    spec = importlib.util.spec_from_file_location("hidden_from_imports", tmp_path / "hidden.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    for model in (module.Model(), nn.Sequential(module.Block(), module.Block())):
-        compiled = made(model, compile_it)
-        compiled(torch.randn(2, 3, 8))
-        assert len(compiled.last_executed_sites) == 2

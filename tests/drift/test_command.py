@@ -9,20 +9,16 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from drift_models import Rowwise, decoder, gpt2, llama, next_up, prompts, subject, tokens
 from training import running
 
-from bench.drift.records import Machines, name_of
-from bench.report import render
 from xtrain import drift
 from xtrain.drift import Record, compare
 from xtrain.drift.bisect import Plan, _record_arguments, parse_all
 from xtrain.drift.cli import build_parser, main
-from xtrain.drift.comparison.drift_report import size_text
 from xtrain.drift.recording.forwards import record_prompts
 from xtrain.drift.settings import Run, check_use
 
@@ -83,7 +79,6 @@ def test_weights_and_prompts_of_a_preset_do_not_depend_on_the_instruction_set(tm
             text=True,
         )
         assert done.returncode == 0, done.stderr
-    from xtrain.drift import compare
 
     found = compare(tmp_path / "default", tmp_path / "avx2")
     assert found.reason is None  # equal weights, equal prompts
@@ -137,7 +132,6 @@ def test_a_hugging_face_folder(tmp_path):
         with torch.no_grad():
             model.transformer.h[1].mlp.c_fc.weight[3, 4] += 0.5
         model.save_pretrained(tmp_path / "hf")
-    from xtrain.drift import compare
 
     found = compare(tmp_path / "a.drift", tmp_path / "b.drift")
     assert found.exit_code == 4
@@ -424,55 +418,6 @@ def test_a_stdout_that_takes_nothing_is_one_line(records):
         done = command_into(device, "compare", records / "a.drift", records / "a.drift")
     assert done.returncode == 5
     assert done.stderr == "error: cannot write to stdout: No space left on device\n"
-
-
-# --- the study's section on records of another machine -------------------------------------------
-
-
-def section(work, others, pieces, tokens):
-    """The study's section as its template makes it."""
-    return render(
-        Path(__file__).parents[2] / "bench/drift/machines.md.jinja",
-        machines=Machines.of(work, others, pieces),
-        args=SimpleNamespace(tokens=tokens),
-        name_of=name_of,
-        size_of=size_text,
-    )
-
-
-def test_the_section_of_the_study(tmp_path, capfd):
-    shared = ["tiny", "--tokens=2", "--num-prompts=2", "--threads=1"]
-    for name, *flags in (("devices",), ("bf16", "--dtype=bf16"), ("other", "--seed=1")):
-        assert main(["record", f"--out={tmp_path}/{name}.drift", *shared, *flags]) == 0
-    text = section(tmp_path, [tmp_path / "bf16.drift"], [], 2)
-    row = next(line for line in text.splitlines() if "bf16 |" in line).split("|")
-    assert row[3].strip() == "embedding: aten.embedding" and "(" in row[4]
-    assert int(row[7]) <= 4 and "2 built-in prompts x 2 tokens" in text
-    with pytest.raises(SystemExit, match=r"other\.drift: other"):
-        section(tmp_path, [tmp_path / "other.drift"], [], 2)
-
-
-def test_the_trained_run_on_two_machines(tmp_path, capfd):
-    """Its pieces find their partners by their prompts, and each setting is one row."""
-    (tmp_path / "first.json").write_text("[[1, 2, 3], [4, 5, 6]]")
-    (tmp_path / "second.json").write_text("[[7, 8]]")
-    made = []
-    for out, listed, *flags in (
-        ("a_1", "second"),
-        ("a_0", "first"),
-        ("b_0", "first", "--dtype=bf16"),
-        ("b_1", "second", "--dtype=bf16"),
-    ):
-        made.append(tmp_path / f"{out}.drift")
-        arguments = ["record", "tiny", "--tokens=12", "--threads=1", f"--out={made[-1]}", *flags]
-        assert main([*arguments, f"--prompts={tmp_path}/{listed}.json"]) == 0
-    text = section(tmp_path, made[2:], made[:2], 12).strip()
-    row = [cell.strip() for cell in text.splitlines()[-1].split("|")]
-    assert row[1].endswith("bf16") and row[2] == "embedding: aten.embedding" and row[3] == "3"
-    assert "drawn by NumPy" not in text and "12 tokens each" in text
-    comparisons = [compare(a, b) for a, b in ((made[1], made[2]), (made[0], made[3]))]
-    shifts = [place.shift for c in comparisons for place in c.positions]
-    assert row[4] == str(len(shifts)) and row[5] == f"{max(shifts):.3g}"
 
 
 # --- what a program may hand to xtrain.drift, by mistake or as a baseline for its tests -----------
