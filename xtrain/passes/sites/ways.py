@@ -10,7 +10,6 @@ import heapq
 import math
 import re
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -293,10 +292,10 @@ class Ways:
 
     def beside(self, root: fx.Node, branch: fx.Node) -> list[fx.Node]:
         """What a branch comes from and root does not, past the branches of sites, in order."""
-        before = self._sets_of_ancestors[root]
+        before = self.ancestors(root)
         found, pending = set(), [branch]
         for node in pending:
-            if node in found or before >> self.order[node] & 1:
+            if node in found or node in before:
                 continue
             found.add(node)
             cut = self.branches.get(node, ())
@@ -310,16 +309,6 @@ class Ways:
             if any(n in values or n in found for n in node.all_input_nodes):
                 found[node] = None
         return list(found)
-
-    @cached_property
-    def _sets_of_ancestors(self) -> dict[fx.Node, int]:
-        """Each node with itself and its ancestors, as the bits of a number by their order."""
-        found: dict[fx.Node, int] = {}
-        for i, node in enumerate(self.nodes):
-            found[node] = 1 << i
-            for source in node.all_input_nodes:
-                found[node] |= found[source]
-        return found
 
     def between(self, root: fx.Node, branch: fx.Node) -> tuple[list[fx.Node], set[fx.Node]]:
         """The nodes on the ways from root to branch, nearest the branch first; root's readers."""
